@@ -1,4 +1,4 @@
-"""A request's time with the engine to itself: measured if it was alone, else predicted."""
+"""A request's time on an otherwise idle engine: measured if it was alone, or else predicted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from twinphase.explain.evidence import Evidence
 from twinphase.explain.levers import duration, percent
 from twinphase.phases.timeline import IntervalKind
 
-# Time that other requests in the same steps, a full engine or a full cache add.
+# Intervals that exist because of other requests, a full engine or a full cache.
 SHARING = (
     IntervalKind.PREFILL_WAIT,
     IntervalKind.BATCHING,
@@ -18,23 +18,23 @@ SHARING = (
     IntervalKind.RECOMPUTE,
 )
 NOT_ITS_OWN = {*SHARING, IntervalKind.QUEUE}
-# Reasons to queue that other requests cause.
+# Reasons for queueing that other requests cause.
 OTHERS_REASONS = {"seats", "states", "blocks", "budget", "prefix"}
 
 
 @dataclass(frozen=True)
 class Alone:
-    """Times of a request alone in the engine, with the same cached tokens.
+    """Times of a request on an otherwise idle engine, with the same cached tokens.
 
     Attributes:
-        prefill_seconds, decode_seconds: by the cost model.
-        own_shares: this request's shares of its steps, prefill and decode; an upper bound.
+        prefill_seconds, decode_seconds: times predicted by the cost model.
+        own_shares: measured seconds of this request's shares of its steps; an upper bound.
         verdict: "alone" if `seconds` was measured; "predicted"; or "unknown" if the prediction is
             further from `own_shares` than the cost model's usual error.
-        seconds: prefill, decode and measured time that others do not cause (tokenizing, text, ...);
-            None is unknown.
+        seconds: prefill, decode, and the measured time that others do not cause (such as
+            tokenizing); None is unknown.
         ttft: seconds to the first token; None is unknown.
-        tpot: seconds per later token; None is unknown, or fewer than two output tokens.
+        tpot: seconds per later token; None if unknown, or with fewer than two output tokens.
     """
 
     prefill_seconds: float
@@ -47,18 +47,18 @@ class Alone:
 
 
 def had_it_run_alone(evidence: Evidence) -> Alone | None:
-    """The same request in an empty engine; None without a cost model.
+    """Estimate the same request on an idle engine; None without a cost model.
 
-    If no other request was in its steps, its measured times are the answer. Otherwise the cost
-    model predicts prefill in the engine's chunks and a step per token; the measured shares are
-    upper bounds.
+    If no other request was in its steps, the measured times are used. Otherwise the cost model
+    predicts prefill in the engine's chunks and a step per token; the measured shares are upper
+    bounds.
     """
     prefill = evidence.prefill_alone()
     if prefill is None or evidence.machine is None:
         return None
     num_decoded = max(0, evidence.request.num_output_tokens - 1)
-    # A step's time is linear in its context, so the mean context gives the mean time. With drafts,
-    # which depend on its own text, it would have taken about as many steps alone.
+    # A step's time is linear in its context, so the mean context gives the mean time. Drafts depend
+    # on the request's own text, so alone it would have needed about the same number of steps.
     steps = evidence.timeline.decode.steps if evidence.request.num_draft_tokens else num_decoded
     decode = steps * (evidence.decode_step(1, evidence.num_prompt + (num_decoded + 1) / 2) or 0.0)
     own_prefill, own_decode = (
@@ -90,7 +90,7 @@ def had_it_run_alone(evidence: Evidence) -> Alone | None:
 
 
 def _shared_steps(evidence: Evidence) -> bool:
-    """Whether other requests were in its steps, or preempted it."""
+    """Whether other requests were in this request's steps, or preempted it."""
     decode = evidence.timeline.decode
     return (
         any(evidence.timeline.seconds(kind) > 0 for kind in SHARING)
@@ -106,7 +106,7 @@ def _beyond_its_error(predicted: float, own: float, evidence: Evidence) -> bool:
 
 
 def alone_sentences(found: Mapping[str, Any]) -> list[str]:
-    """Sentences for an explanation in plain values."""
+    """The sentences for an explanation in plain values."""
     alone = found.get("alone")
     error = found.get("error") or {}
     if not alone:

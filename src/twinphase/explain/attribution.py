@@ -1,6 +1,6 @@
 """Divides each phase of a request among causes, so that every second has exactly one cause.
 
-None instead of seconds: the cause is present, but its time is unknown.
+A value of None means that the cause is present, but its time is unknown.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from twinphase.phases.hardware import NEITHER
 from twinphase.phases.timeline import IntervalKind, PhaseTotals
 from twinphase.phases.work import kv_bytes_per_token, weight_bytes_read
 
-# Smaller shares of a phase are not reported.
+# Causes with a smaller share of a phase are not reported.
 MIN_REPORTED_SHARE = 0.1
-# A prompt was a cold start if it began in the engine's first steps and took this many times the
-# time that it would take now.
+# A prompt had a cold start if it was prefilled in the engine's first steps and took this many times
+# its predicted time.
 COLD_START_STEPS = 4
 COLD_START_RATIO = 2.0
 EITHER_PHASE = {
@@ -42,7 +42,7 @@ Seconds = dict[str, float | None]
 
 
 def attribute(evidence: Evidence, phase: str) -> Seconds:
-    """Seconds by cause, up to the first token for "prefill", after it for "decode"."""
+    """Seconds by cause, before ("prefill") or after ("decode") the first token."""
     spent = evidence.spent(phase)
     found: Seconds = {cause: spent[kind] for kind, cause in KIND_CAUSES[phase].items()}
     found |= _prefill(evidence, spent) if phase == "prefill" else _decode(evidence, spent)
@@ -63,7 +63,7 @@ def _prefill(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
     if expected and 0 <= first_step < COLD_START_STEPS and rest > COLD_START_RATIO * expected:
         cold = rest - expected
     evicted = (rest - cold) * evidence.known_part
-    # Only evicted tokens were certainly cached once; a shared prefix does not prove more.
+    # Only evicted tokens are known to have been cached; a shared prefix does not prove that.
     listed = None if own >= MIN_REPORTED_SHARE * sum(spent.values()) > 0 else 0.0
     return {
         "queue": spent[IntervalKind.QUEUE] - grammar,
@@ -76,7 +76,7 @@ def _prefill(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
 
 
 def _decode(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
-    """The request's own decode: parts outside the model, and the model by what bounds it."""
+    """The request's own decode: parts outside the model, and the model's time by its bound."""
     own = spent[IntervalKind.DECODE]
     totals = evidence.timeline.decode
     bound = evidence.efficiency("decode").bound
@@ -95,9 +95,9 @@ def _decode(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
     unexplained = 0.0
     if machine and machine.config.isa and machine.best_isa not in (None, machine.config.isa):
         found["isa"] = listed  # The other path was not measured.
-    if bound in NEITHER:  # The nearest ceiling explains the most that memory and arithmetic can.
+    if bound in NEITHER:  # The nearest ceiling explains as much as a ceiling can.
         unexplained = max(0.0, model - own * nearest_ceiling(evidence)[1])
-    if idle:  # Only arithmetic divides among more threads; a few threads saturate memory.
+    if idle:  # Only compute-bound work scales with threads: a few threads saturate memory.
         found["threads"] = model * idle if bound == "compute" else listed
     model -= unexplained + (found.get("threads") or 0.0)
     found["step_overhead"] = scheduled
@@ -116,12 +116,12 @@ def _waits(own: float, totals: PhaseTotals) -> dict[str, float]:
 
 
 def _own_part(own: float, totals: PhaseTotals, seconds: float) -> float:
-    """The request's part of `seconds` of its steps, in proportion to its `own` part of them."""
+    """The request's share of `seconds` of its steps, in proportion `own` / total."""
     return min(own, own * seconds / totals.seconds) if totals.seconds > 0 else 0.0
 
 
 def nearest_ceiling(evidence: Evidence) -> tuple[str, float]:
-    """The ceiling nearest to the decode steps, and the fraction reached; ("unknown", 0) if none."""
+    """The ceiling nearest to the decode steps, and the fraction reached; else ("unknown", 0)."""
     near = evidence.efficiency("decode")
     known = [
         (value, name)
@@ -133,17 +133,18 @@ def nearest_ceiling(evidence: Evidence) -> tuple[str, float]:
 
 
 def _weights_part(evidence: Evidence) -> float:
-    """Fraction of the model's decode time for its weights; the rest is for the context."""
+    """The fraction of the model's decode time for reading weights; the rest is for the context."""
     machine = evidence.machine
     totals = evidence.timeline.decode
     if machine is None or not totals.steps or not totals.bytes:
         return 1.0
     shape = machine.shape
     context = shape.mean_attended(evidence.mean_context)
-    if nearest_ceiling(evidence)[0] == "compute":  # Floating-point operations per token.
+    # The unit is floating-point operations per token.
+    if nearest_ceiling(evidence)[0] == "compute":
         weights = 2.0 * (shape.linear_parameters + shape.head_parameters)
         attended = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * context
-    else:  # Bytes per token.
+    else:  # The unit is bytes per token.
         weights = float(weight_bytes_read(shape, 1, 1))
         attended = context * kv_bytes_per_token(shape)
     return weights / (weights + attended)

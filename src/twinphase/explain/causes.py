@@ -1,7 +1,8 @@
-"""Sentence and lever for each cause: what was measured, and what would change it.
+"""The sentence and the lever of each cause: what was measured, and what would change it.
 
-Without knowledge of the engine (a saved ledger), a lever has no prediction. `attribution.py` gives
-the seconds of each cause, `diagnosis.py` selects the causes that matter.
+A saved ledger does not describe its engine, so levers have no predicted gain there.
+`attribution.py` computes the seconds of each cause, and `diagnosis.py` selects the causes that
+matter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sentence and lever for each cause of slow tokens after the first."""
+"""The sentence and the lever of each cause of slow tokens after the first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from twinphase.phases.timeline import Interval, IntervalKind
 from twinphase.phases.work import weight_bytes_read
 from twinphase.request import SamplingParams
 
-# Prefill chunk with which the effect of --itl-slo-ms is predicted.
+# Chunk size for which the effect of --itl-slo-ms is predicted.
 SMALL_CHUNK_TOKENS = 64
 
 
@@ -94,7 +94,7 @@ def decode_batching(evidence: Evidence, seconds: float) -> About:
     sentence = f"Decoding together with {others} took {duration(seconds)} of it."
     seats = "A lower --max-num-seqs"
     shorter = ""
-    if evidence.timeline.decode.decodes:  # Otherwise the ledger has only sums.
+    if evidence.timeline.decode.decodes:  # The timeline is detailed; otherwise there are only sums.
         if together < 2:
             return sentence, None
         now, then = (evidence.decode_step(count) for count in (together, together // 2))
@@ -105,7 +105,7 @@ def decode_batching(evidence: Evidence, seconds: float) -> About:
     advice = (
         f"{seats} would shorten decode steps{shorter}, but others would wait longer to be admitted."
     )
-    # The waiting times of the others are not predicted.
+    # The longer queueing of other requests is not predicted.
     return sentence, Lever("--max-num-seqs", advice)
 
 
@@ -162,7 +162,7 @@ def rejected_drafts(evidence: Evidence, seconds: float) -> About:
 
 
 def speculation_sentence(evidence: Evidence) -> str | None:
-    """Gain and cost of speculation; None if no draft was verified."""
+    """A sentence on the gain and the cost of speculation; None if no draft was verified."""
     request = evidence.request
     totals = evidence.timeline.decode
     if not request.num_draft_tokens or not totals.steps:
@@ -184,7 +184,7 @@ def _length(interval: Interval) -> float:
 
 
 def _others(evidence: Evidence, stalls: list[Interval]) -> str:
-    """The other requests: ids if the caller may see them, else only their number."""
+    """The other requests, as ids if the caller may see them, else as a number."""
     names = list(dict.fromkeys(name for stall in stalls for name in stall.caused_by))
     if not names:
         return "others"
@@ -209,7 +209,7 @@ def sampling(evidence: Evidence, seconds: float) -> About:
         "a grammar": params.has_form,
     }
     asked = ", ".join(name for name, there in wanted.items() if there)
-    # The time of greedy decoding is not known.
+    # The time of greedy sampling is unknown.
     lever = (
         Lever("sampling", f"It asked for {asked}; plain greedy decoding chooses fastest.")
         if asked

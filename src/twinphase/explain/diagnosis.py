@@ -1,8 +1,8 @@
-"""The causes of a bad time to first token and of bad tokens per second.
+"""Finds the causes of a long TTFT and of slow tokens.
 
-`attribution.py` gives every second to one cause, so the shares of one symptom add up to at most 1;
-`causes.py` has the sentences. docs/explain.md lists the causes, each with the test that provokes
-it. `load_diagnosis.py` works from the outside, with a client's measurements.
+`attribution.py` assigns every second to one cause, so the shares of one symptom add up to at most
+1; `causes.py` has the sentences. docs/explain.md lists the causes, each with a test that provokes
+it. `load_diagnosis.py` diagnoses from a client's measurements instead.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from twinphase.explain.levers import Lever
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A cause of a bad time to first token, or of bad tokens per second.
+    """One cause of a long TTFT or of slow tokens.
 
     Attributes:
         cause: name, as in docs/explain.md.
-        phase: "prefill" for a bad TTFT, "decode" for bad tokens per second.
+        phase: "prefill" for a long TTFT, "decode" for slow tokens.
         evidence: what was measured, in one or two sentences.
         seconds: time that the cause explains; None is unknown.
         share: fraction of TTFT, or of the time after the first token; None is unknown.
@@ -37,10 +37,10 @@ class Diagnosis:
 
 
 def diagnose(evidence: Evidence) -> tuple[Diagnosis, ...]:
-    """The causes of a bad TTFT, then of bad tokens per second, the largest share first.
+    """The causes of a long TTFT, then those of slow tokens, each with the largest share first.
 
-    Causes that explain less than a tenth are left out; those without a share come last, if they
-    have a lever.
+    Causes that explain less than a tenth are omitted. Causes without a share come last, and only if
+    they have a lever.
     """
     found: list[Diagnosis] = []
     for phase, before in (("prefill", sum(evidence.before.values())), ("decode", 0.0)):

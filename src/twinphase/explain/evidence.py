@@ -1,6 +1,6 @@
 """Facts about one request, from the engine that served it or from a saved file.
 
-Explanation and diagnosis use these facts only.
+Explanations and diagnoses use only these facts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from twinphase.phases.timeline import (
 from twinphase.phases.work import ModelShape
 from twinphase.request import RequestCounts
 
-# Fraction of a phase's steps, or of the rows of its steps.
+# Threshold for a fraction of a phase's steps, or of the rows of its steps.
 FEW = 0.1
 
 
@@ -36,17 +36,17 @@ class Machine:
     Attributes:
         kv_token_bytes: bytes per token of the KV cache, for each `kv_cache_dtype` that the backend
             accepts.
-        slo_seconds: longest gap between tokens of a running request; None where there is no SLO.
+        slo_seconds: longest allowed gap between tokens of a running request; None without an SLO.
     """
 
     config: EngineConfig
     shape: ModelShape
-    cost_model: CostModel  # of the engine, as it is now
+    cost_model: CostModel  # The engine's present cost model.
     ceilings: Ceilings | None = None
     units: Units | None = None
-    cores: int | None = None  # processors that the backend may use
-    best_isa: str | None = None  # the instruction-set path that would be chosen if none were forced
-    block_multiple: int = 1  # the backend's block sizes are multiples of this
+    cores: int | None = None  # Number of processors that the backend may use.
+    best_isa: str | None = None  # The path that would be chosen if none were forced.
+    block_multiple: int = 1  # The backend's block sizes are multiples of this.
     kv_token_bytes: Mapping[str, int] = field(default_factory=dict)
     slo_seconds: float | None = None
 
@@ -56,11 +56,11 @@ class Evidence:
     """A request, its timeline and its machine.
 
     Attributes:
-        machine: None for a saved ledger; then nothing is predicted.
+        machine: None for a saved ledger, for which nothing is predicted.
         before: seconds before its arrival by name, such as loading the model.
-        known: efficiency by phase if the ledger has it; otherwise it is computed here.
-        detailed: the timeline has intervals in order, not only sums.
-        names: ids of other requests may be shown, since they belong to the caller.
+        known: efficiency by phase, if the ledger has it; otherwise it is computed.
+        detailed: whether the timeline has intervals in order, not only sums.
+        names: whether ids of other requests may be shown, because they are the caller's.
     """
 
     request: RequestCounts
@@ -78,7 +78,7 @@ class Evidence:
 
     @cached_property
     def later(self) -> dict[IntervalKind, float]:
-        """Seconds by kind after it."""
+        """Seconds by kind after the first output token."""
         totals = self.timeline.totals()
         return {kind: max(0.0, totals[kind.value] - self.first[kind]) for kind in IntervalKind}
 
@@ -96,7 +96,7 @@ class Evidence:
 
     @property
     def num_known(self) -> int:
-        """Computed prompt tokens that were cached once, by hash; the last is always computed."""
+        """Computed prompt tokens that had been cached, by hash; the last is always computed."""
         miss = self.request.prefix_miss
         return min(miss.num_known, max(0, self.num_computed - 1)) if miss is not None else 0
 
@@ -111,7 +111,7 @@ class Evidence:
 
     @property
     def together(self) -> int:
-        """Mean number of requests that decoded in a step, this one included."""
+        """Mean number of requests decoding in a step, including this one."""
         decode = self.timeline.decode
         return max(1, round(decode.decodes / max(1, decode.steps)))
 
@@ -145,7 +145,7 @@ class Evidence:
 
     @property
     def idle_part(self) -> float:
-        """Fraction of the processors without a thread of the engine."""
+        """Fraction of the processors that have no thread of the engine."""
         threads = self.config.threads if self.config else None
         return max(0.0, 1 - threads / self.cores) if threads and self.cores else 0.0
 
@@ -162,7 +162,7 @@ class Evidence:
     def prefill_alone(self, num_tokens: int | None = None) -> float | None:
         """Predicted time to prefill `num_tokens` after the cached ones, in the engine's chunks.
 
-        By default all computed tokens. None without a cost model or without tokens.
+        The default is all computed tokens. None without a cost model or without tokens.
         """
         count = self.num_computed if num_tokens is None else num_tokens
         if self.machine is None or count <= 0:
@@ -190,8 +190,8 @@ class Evidence:
     def efficiency(self, phase: str) -> Efficiency:
         """Efficiency of "prefill" or "decode", over steps with requests in that phase only.
 
-        Prefill steps may have a few decodes. With too few such steps it is unknown, since the work
-        of others cannot be separated from a step.
+        Prefill steps may include a few decodes. With too few such steps the efficiency is unknown,
+        because a step's work cannot be divided among its requests.
         """
         if phase in self.known:
             return self.known[phase]

@@ -1,6 +1,6 @@
-"""Explains a request's time: a waterfall, what bound each phase, the causes, and what to change.
+"""Explains a request's time: a waterfall, the bound of each phase, the causes and the levers.
 
-The timeline has the measured times; the cost model predicts other settings and an empty engine.
+The timeline has the measured times; the cost model predicts other settings and an idle engine.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Explanation:
     """An explanation of one request.
 
     Attributes:
-        dominant: the kind of interval with the most time.
+        dominant: kind of interval with the most time.
         bounds: by phase, as `hardware.bound` returns it.
-        sentences: most important first.
+        sentences: sentences, the most important first.
         levers: what to change, as `rank` orders them.
-        waterfall: the wall time in parts that add up to it; None before anything has happened.
-        diagnoses: causes of a bad TTFT, then of bad tokens per second, largest share first.
-        alone: None without a cost model.
-        error: of the cost model, for all predictions.
+        waterfall: parts that add up to the wall time; None if no time has passed.
+        diagnoses: causes of a long TTFT, then of slow tokens, largest share first.
+        alone: estimate on an idle engine; None without a cost model.
+        error: error of the cost model, which applies to all predictions.
     """
 
     dominant: IntervalKind
@@ -64,15 +64,15 @@ class Explanation:
 def explain(
     request: RequestCounts, timeline: RequestTimeline, machine: Machine, *, names: bool = False
 ) -> Explanation:
-    """Explain a request, finished or not. `names` shows ids of other requests."""
+    """Explain a request, finished or not; `names` shows the ids of other requests."""
     return explain_evidence(Evidence(request, timeline, machine, names=names))
 
 
 def explain_evidence(evidence: Evidence) -> Explanation:
-    """Explain a request by its facts.
+    """Explain a request from its facts.
 
     Raises:
-        WaterfallError: the parts of the ledger do not add up.
+        WaterfallError: the parts of the ledger do not add up to the wall time.
     """
     timeline = evidence.timeline
     totals = {IntervalKind(kind): seconds for kind, seconds in timeline.totals().items()}
@@ -99,13 +99,13 @@ def explain_evidence(evidence: Evidence) -> Explanation:
 def _sentences(
     evidence: Evidence, falls: Waterfall, diagnoses: tuple[Diagnosis, ...]
 ) -> Iterator[str]:
-    """Headline, causes by time, bounds, cached prefix, and the error of the cost model."""
+    """The headline, causes by time, bounds, the cached prefix, and the cost model's error."""
     largest = sorted(falls.bars, key=lambda bar: -bar.seconds)[:4]
     named = ", ".join(f"{percent(bar.share)} {bar.name}" for bar in largest)
     yield f"{duration(falls.wall_seconds)} from its arrival to its end: {named}."
     causes = Counter(one.cause for one in diagnoses)
     for one in sorted(diagnoses, key=lambda one: -(one.seconds or 0.0)):
-        # The same cause in both phases gives two sentences that differ only by the phase.
+        # If a cause occurs in both phases, its two sentences need the phase to differ.
         yield f"{one.phase.title()}: {one.evidence}" if causes[one.cause] > 1 else one.evidence
     for phase in ("prefill", "decode"):
         totals = getattr(evidence.timeline, phase)

@@ -1,4 +1,4 @@
-"""What a user can change, ranked by the time it saves. `diagnosis.py` finds the causes."""
+"""Ranks what a user can change by the time it saves; `diagnosis.py` finds the causes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ About = tuple[str, Lever | None]
 
 
 def rank(levers: Iterable[Lever]) -> tuple[Lever, ...]:
-    """Levers by predicted gain, then those without prediction by the time that they address.
+    """Rank levers by predicted gain, then those without a prediction by the time that they address.
 
-    Among several levers with the same flag only the first is kept.
+    Only the first lever of each flag is kept.
     """
     ordered = sorted(
         levers,

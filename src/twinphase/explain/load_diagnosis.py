@@ -1,11 +1,10 @@
-"""The causes of slow phases that the result of a load shows, seen from its client alone.
+"""Finds the causes of slow phases in the result of a load, from the client's measurements alone.
 
-A client sees when it sent a prompt and when each piece of the answer came, nothing of the steps in
-between. Rules here compare requests with each other: those sent into an idle server with those sent
-into a busy one, long prompts with short ones, gaps during the prefill of another prompt with the
-other gaps. The seconds are those of a request's TTFT, or of a token; they are not shares of one
-whole. `unknown` lists the questions that only the server can answer. Ledgers are diagnosed in
-`explain/diagnosis.py`.
+A client measures when it sent a prompt and when each piece of the answer arrived, but does not see
+the server's steps. The rules here compare requests: on an idle server and on a busy one, with long
+and short prompts, and gaps with and without the prefill of another prompt. The seconds are parts of
+a TTFT or of a token's time, and do not add up to a whole. `unknown` lists the questions that only
+the server can answer. `explain/diagnosis.py` diagnoses ledgers.
 """
 
 from __future__ import annotations
@@ -27,16 +26,17 @@ from twinphase.phases.observation import Observation
 
 # Each side of a comparison needs this many requests.
 MIN_REQUESTS = 4
-# The effect of prompt length is judged if the longest prompt is this many times the shortest.
+# The effect of prompt length is judged only if the longest prompt is this many times the shortest.
 MIN_LENGTH_RATIO = 1.5
 MIN_RANK_CORRELATION = 0.5
-# Of all pairs with one request from each group, the second is larger in at least this share.
+# The second group counts as larger if it is larger in at least this share of all pairs of one
+# request from each group.
 MIN_SHARE_OF_PAIRS = 0.8
 
-# What a rule finds: one sentence, and the seconds of a TTFT or of a token that it explains.
+# Result of a rule: a sentence, and the seconds of a TTFT or a token that it explains.
 Found = tuple[str, float] | None
 
-# Facts that only the server knows, and why a client does not.
+# Questions that only the server can answer, and why.
 UNKNOWN = (
     "What bound each phase, MFU, MBU: the server's machine, model and steps cannot be seen from "
     "here.",
@@ -50,21 +50,21 @@ UNKNOWN = (
 
 @dataclass(frozen=True)
 class ClientExplanation:
-    """What can be concluded from outside, and what cannot."""
+    """The conclusions from a client's measurements, and the questions that remain open."""
 
-    # The mean request's time until its first token, and after it.
+    # The mean request's time before and after its first token.
     waterfall: Waterfall
     diagnoses: tuple[Diagnosis, ...]
     levers: tuple[Lever, ...]
     # Each open question with its reason.
     unknown: tuple[str, ...]
     num_requests: int
-    # The report of a twinphase server about itself, which a client cannot verify.
+    # A twinphase server's report about itself, which a client cannot verify.
     claims: str = ""
 
 
 def explain_client(loads: Sequence[ObservedLoad]) -> ClientExplanation:
-    """Explain a bad TTFT and bad tokens per second by what a client measured.
+    """Explain a long TTFT and slow tokens from a client's measurements.
 
     Raises:
         ResultError: no request took any time.
@@ -124,7 +124,7 @@ def _queue(loads: Sequence[ObservedLoad]) -> Found:
         for request in load.requests:
             (busy if load.others_before(request) else alone).append(_ttft(request))
     if len(loads) > 1 and len(alone) < MIN_REQUESTS:
-        # No request ran alone; the lightest load comes nearest.
+        # If no request ran alone, the lightest load is the best approximation.
         by_others = sorted(loads, key=lambda load: mean(map(load.others_before, load.requests)))
         alone, busy = (
             [_ttft(one) for one in load.requests] for load in (by_others[0], by_others[-1])
@@ -144,7 +144,7 @@ def _queue(loads: Sequence[ObservedLoad]) -> Found:
 
 
 def _prompt_length(loads: Sequence[ObservedLoad]) -> Found:
-    """Relate TTFT to computed prompt tokens, of requests that ran alone if there are enough."""
+    """Relate TTFT to computed prompt tokens, preferably of requests that ran alone."""
     pairs = _lengths(loads, alone=True)
     where = "sent while no other ran"
     if len(pairs) < 2 * MIN_REQUESTS:
@@ -172,13 +172,13 @@ def _prompt_length(loads: Sequence[ObservedLoad]) -> Found:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Ranks; equal values get their mean rank, so that correlating ranks gives Spearman's rho."""
+    """Ranks, with the mean rank for ties, so that their correlation is Spearman's rho."""
     ordered = sorted(values)
     return [(bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in values]
 
 
 def _lengths(loads: Sequence[ObservedLoad], alone: bool) -> list[tuple[int, float]]:
-    """(prompt tokens that had to be computed, TTFT) of the requests whose server counts tokens."""
+    """(computed prompt tokens, TTFT in seconds) of requests whose server counts tokens."""
     return [
         (max(0, request.num_prompt_tokens - (request.num_cached_tokens or 0)), _ttft(request))
         for load in loads
@@ -200,7 +200,7 @@ def _stalls(loads: Sequence[ObservedLoad]) -> Found:
         return None
     usual = median(without)
     held = median(within)
-    # What any gap exceeds the usual one by is not a stall.
+    # A gap counts as stalled only by its excess over the usual gap.
     excess = sum(max(0.0, gap - usual) for gap in within)
     excess -= len(within) * mean(max(0.0, gap - usual) for gap in without)
     if excess < MIN_REPORTED_SHARE * (sum(within) + sum(without)) or not _differ(usual, held):
@@ -214,7 +214,7 @@ def _stalls(loads: Sequence[ObservedLoad]) -> Found:
 
 
 def _decode_batching(loads: Sequence[ObservedLoad]) -> Found:
-    """Relate TPOT to the number of other requests that decoded at the same time."""
+    """Relate TPOT to the number of other requests decoding at the same time."""
     pairs = sorted(
         (load.others_decoding(r), r.tpot)
         for load in loads
@@ -240,7 +240,7 @@ def _decode_batching(loads: Sequence[ObservedLoad]) -> Found:
 
 
 def _claims(everyone: Sequence[Observation]) -> str:
-    """A sentence on the ledgers of a twinphase server; the client cannot verify them."""
+    """A sentence on a twinphase server's own ledgers, which the client cannot verify."""
     totals: Counter[str] = Counter()
     ledgers = [ledger for request in everyone if (ledger := _ledger(request))]
     for ledger in ledgers:
@@ -256,7 +256,7 @@ def _claims(everyone: Sequence[Observation]) -> str:
 
 
 def _ledger(request: Observation) -> dict[str, float]:
-    """Milliseconds by kind, where a twinphase server reports them."""
+    """Milliseconds by kind, if a twinphase server reports them."""
     timings = request.claims.get("timings")
     for found in (request.claims, timings if isinstance(timings, dict) else {}):
         ledger = found.get("ledger_ms")
@@ -272,15 +272,15 @@ def _differ(usual: float, more: float) -> bool:
 
 
 def _times(usual: float, more: float) -> str:
-    """A ratio.
+    """The ratio of two times, in words.
 
-    Each rule compares other requests with each other, so that shares of them would not add up.
+    There are no shares, because each rule compares different requests.
     """
     return f", {more / usual:.1f} times as long" if usual > 0 else ""
 
 
 class ClientRule(NamedTuple):
-    """One cause that a client can see, the phase that it slows down, and what to change."""
+    """A cause that a client can observe, the phase that it slows down, and the lever."""
 
     phase: str
     find: Callable[[Sequence[ObservedLoad]], Found]

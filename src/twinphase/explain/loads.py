@@ -26,11 +26,11 @@ LOAD_WANTED = (
 
 @dataclass(frozen=True)
 class ObservedLoad:
-    """One load.
+    """The requests of one load, as a client observed them.
 
     Attributes:
-        requests: those that succeeded, in the order of their intended times.
-        void: the reasons why the measurement must not be used.
+        requests: successful requests, in the order of their intended times.
+        void: reasons for not using the measurement.
     """
 
     name: str
@@ -39,12 +39,12 @@ class ObservedLoad:
 
     @cached_property
     def _moments(self) -> Any:
-        """[3, requests]: times sent, of first tokens and of last tokens, each row sorted."""
+        """Sorted times [3, requests]: sent, first token, last token."""
         rows = [(one.intended, one.token_times[0], one.token_times[-1]) for one in self.requests]
         return np.sort(np.array(rows).T)
 
     def others_before(self, request: Observation) -> int:
-        """Number of other requests in flight when `request` was sent, or sent with it."""
+        """Number of other requests in flight when `request` was sent, or sent at the same time."""
         sent, _, last = (
             np.searchsorted(times, request.intended, side="right") for times in self._moments
         )
@@ -62,7 +62,7 @@ class ObservedLoad:
         if end <= start:
             return 0.0
         _, first, last = np.clip(self._moments, start, end)
-        # Rounding may give slightly less than zero.
+        # Rounding may give a value slightly below zero.
         return max(0.0, float(np.sum(last - first)) / (end - start) - 1)
 
 
@@ -112,14 +112,14 @@ def _name(found: Mapping[str, Any], number: int) -> str:
 
 
 def _observation(entry: Any) -> Observation | None:
-    """None for a request that failed, or is not readable as one."""
+    """An observation from JSON; None if the request failed or the entry is malformed."""
     try:
         request = msgspec.convert(entry, Observation)
     except (ValueError, OverflowError):
         return None
     times = [-MAX_NUMBER, request.intended, *request.token_times, MAX_NUMBER]
     counts = (request.num_prompt_tokens, request.num_cached_tokens, request.num_output_tokens)
-    # No clock runs backwards; NaN is refused too.
+    # Clocks do not run backwards; this also refuses NaN.
     ordered = all(before <= after for before, after in pairwise(times))
     counted = all(count is None or 0 <= count <= MAX_NUMBER for count in counts)
     return request if request.succeeded and ordered and counted else None

@@ -1,4 +1,4 @@
-"""Sentence and lever for each cause of a long time to first token."""
+"""The sentence and the lever of each cause of a long time to first token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from twinphase.outcome import MissReason
 from twinphase.phases.hardware import BOUND_WORDS
 from twinphase.phases.timeline import IntervalKind
 
-# Prompt parts that are new in each request.
+# Parts of a prompt that are new in each request.
 NEW_CONTENT = {"question", "tool_result"}
 MISS_SENTENCES = {
     MissReason.DIVERGED: "at token {} the prompt departs from the cached ones",
@@ -113,7 +113,7 @@ def _seats(evidence: Evidence) -> About:
     budget = evidence.config.max_num_batched_tokens
     why = f"all {seats} seats were taken" if seats > 1 else "the only seat was taken"
     more = min(2 * seats, budget)
-    if more <= seats:  # Every running request needs a token of each step's budget.
+    if more <= seats:  # Every running request needs one token of each step's budget.
         advice = (
             f"--max-num-batched-tokens {2 * seats} with --max-num-seqs {2 * seats} would "
             "admit twice as many."
@@ -142,7 +142,7 @@ def prefill_batching(evidence: Evidence, seconds: float) -> About:
     config = evidence.config
     lever = None
     if evidence.timeline.prefill.steps == 1:
-        pass  # The prompt was not cut.
+        pass  # The prompt was not divided into chunks.
     elif evidence.machine and evidence.machine.slo_seconds:
         slo_ms = 1e3 * evidence.machine.slo_seconds
         advice = (
@@ -179,7 +179,7 @@ def cold_start(evidence: Evidence, seconds: float) -> About:
         "A running server, or an earlier request, has already paid for loading, compiling "
         "and touching memory."
     )
-    # Loading is not part of the request: only the cold part of the request ranks the lever.
+    # Loading is not part of the request, so only the cold part of its time ranks the lever.
     return f"{sentence}.", Lever("twinphase serve", advice, cold or None, cold)
 
 
@@ -207,7 +207,7 @@ def missed_prefix(evidence: Evidence, seconds: float) -> About:
 
 
 def _missed_prefix_lever(evidence: Evidence, seconds: float) -> Lever | None:
-    """How to cache more of the prompt; None if the computed tokens were new or are not shared."""
+    """The lever to cache more of the prompt; None if the computed tokens were new or not shared."""
     miss = evidence.request.prefix_miss
     machine = evidence.machine
     own = evidence.timeline.seconds(IntervalKind.PREFILL)
@@ -232,7 +232,7 @@ def _missed_prefix_lever(evidence: Evidence, seconds: float) -> Lever | None:
         smaller = machine.block_multiple * max(1, size // 2 // machine.block_multiple)
         more = f"would share more of what follows token {miss.token_index}, if it was sent before."
         return Lever("--block-size", f"--block-size {smaller} {more}", None, own)
-    # Every chat begins with the template's first tokens: a prompt that differs there is new.
+    # A prompt that differs within the template's first tokens is new.
     if (
         miss.reason is MissReason.DIVERGED
         and miss.part not in NEW_CONTENT

@@ -1,6 +1,6 @@
-"""Costs of each part of a prompt: cached and computed tokens, prefill time, KV cache bytes.
+"""Computes the cost of each part of a prompt: tokens, prefill time, and KV cache bytes.
 
-The caller names the parts; `tokenizer/prompt_parts.py` finds them.
+`tokenizer/prompt_parts.py` finds the parts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class PartReport(Generic[P]):
     """Costs of one part of a prompt, which may have several runs of tokens.
 
     Attributes:
-        prefill_share: fraction of the prefill time; cached tokens have none.
+        prefill_share: fraction of the prefill time; 0 for cached tokens.
         prefill_seconds: that fraction of the measured time.
-        kv_bytes: keys and values, cached ones included.
+        kv_bytes: bytes of keys and values, cached ones included.
     """
 
     part: P
@@ -49,16 +49,16 @@ def divide(
 ) -> list[PartReport[P]]:
     """Divide a prompt's prefill time among its parts by the cost model's price of each token.
 
-    The token at position p attends to p + 1 tokens, or to a window, at the model's price for that.
-    All other predicted prefill time is the same for each computed token. The shares add up to 1, or
-    to 0 if nothing was computed.
+    The token at position p attends to p + 1 tokens, or to a window, and is charged the model's
+    price for that. The rest of the predicted prefill time is divided equally among the computed
+    tokens. The shares add up to 1, or to 0 if nothing was computed.
 
     Args:
         runs: (part, first token, token after the last), in order and without gaps from 0.
-        num_cached_tokens: number of leading tokens from the prefix cache; blocks that others
-            computed during this prefill count as leading tokens too.
-        prefill_seconds: the time to divide.
-        cost_model: has the prices.
+        num_cached_tokens: number of leading tokens from the prefix cache, including blocks that
+            others computed during this prefill.
+        prefill_seconds: time to divide.
+        cost_model: source of the prices.
         shape: shape of the model.
     """
     num_tokens = runs[-1][2] if runs else 0
@@ -96,6 +96,6 @@ def divide(
 
 
 def part_at(runs: Sequence[tuple[P, int, int]], token_index: int) -> P | None:
-    """The part of one token, such as where the prefix cache missed; None after the prompt."""
+    """The part of a token, such as the first uncached one; None after the prompt."""
     found = bisect_right(runs, token_index, key=lambda run: run[1]) - 1
     return runs[found][0] if found >= 0 and token_index < runs[found][2] else None

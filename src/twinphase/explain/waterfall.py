@@ -1,4 +1,4 @@
-"""A request's wall time as bars that add up to it. The terminal draws them."""
+"""Divides a request's wall time into bars that add up to it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from twinphase.phases.timeline import IntervalKind, RequestTimeline
 
 # Allowed difference of a sum, as a fraction of the wall time.
 TOLERANCE = 1e-4
-# Rounding error in seconds of a ledger written in microseconds.
+# Maximum rounding error, in seconds, of a ledger written in microseconds.
 ROUNDING = 2e-5
 DAMAGED = "The ledger is damaged, or was cut."
 
 
 class WaterfallError(TwinphaseError):
-    """Parts that do not add up to their whole."""
+    """The parts do not add up to their whole."""
 
     exit_code = 2
 
@@ -61,7 +61,7 @@ class Waterfall:
         if not 0 < wall < math.inf:
             raise WaterfallError(f"The wall time is {wall!r} seconds.", DAMAGED)
         check_sum(sum(bar.seconds for bar in self.bars), wall)
-        for bar in self.bars:  # This form refuses NaN.
+        for bar in self.bars:  # This form of the comparison refuses NaN.
             if not (
                 bar.seconds >= 0
                 and abs(bar.share - bar.seconds / wall) <= TOLERANCE
@@ -71,7 +71,7 @@ class Waterfall:
 
 
 def check_sum(found: float, whole: float, roundings: int = 1) -> None:
-    """Refuse parts that add up to `found`, with `roundings` rounded numbers, not to `whole`."""
+    """Refuse parts whose sum `found`, of `roundings` rounded numbers, differs from `whole`."""
     if not abs(found - whole) <= max(roundings * ROUNDING, TOLERANCE * whole):
         raise WaterfallError(
             f"The parts of the ledger add up to {1e3 * found:.3f} ms, but {1e3 * whole:.3f} ms "

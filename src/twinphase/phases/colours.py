@@ -1,4 +1,4 @@
-"""The colours of the two phases: prefill is blue and decode is orange, wherever both are shown."""
+"""The colours of the two phases, wherever both are shown: blue for prefill, orange for decode."""
 
 from __future__ import annotations
 

@@ -3,12 +3,12 @@
 A step's time is a sum of non-negative prices times counts (`FEATURES`). Prices start from the
 machine's measured peaks and the model's shape, and are fitted to the steps that were run: least
 squares of the relative error, by coordinate descent, so that no price becomes negative. Steps are
-kept in classes by size and mix, each with a fading memory of its own, so that thousands of decode
-steps do not make the model forget what prefill costs. A pace multiplies all prices: it follows a
-machine that becomes slower or faster as a whole. Every prediction is checked against its step
-before the step is learned from; `error` says how far off they were.
+grouped into classes by size and mix, each with its own decaying memory, so that thousands of decode
+steps do not make the model forget what prefill costs. A pace multiplies all prices; it adapts to a
+machine that becomes slower or faster as a whole. Every prediction is compared with its step before
+the model learns from it; `error` has the differences.
 
-Plain floats in a fixed order: the same observations give the same prices, so that a log of steps
+Sums of floats have a fixed order, so the same observations give the same prices, and a step log
 replays exactly.
 """
 
@@ -35,24 +35,23 @@ FEATURES = (
     "draft_contexts",
     "several_rows",
 )
-# A single row takes a path of its own, so that the second costs more than the third: `several_rows`
-# is what leaving it costs.
-# Up to here rows mostly wait for the weights; beyond, each costs its arithmetic.
+# A single row has its own code path, and `several_rows` is the cost of leaving it. Up to this
+# number of rows, a step mostly waits for the weights; beyond, each row costs its arithmetic.
 FEW_ROWS = 8
-# Weight of the memory of a class of steps after one more step of that class.
+# Decay of a class of steps with each further step of that class.
 MEMORY_FADE_PER_STEP = 0.98
 # Weight of the starting prices, in steps.
 PRIOR_WEIGHT_STEPS = 0.02
-# Steps with a larger error, as a logarithm, count less: a shared machine stalls now and then.
+# Steps with a larger logarithmic error count less, because shared machines stall now and then.
 OUTLIER = 0.5
-# Share of the logarithm of an error that the pace takes over.
+# Share of a logarithmic error that the pace adopts.
 PACE_LEARNING_RATE = 0.05
-# A pace that lasts becomes prices.
+# Decay of the pace per step, so that a lasting pace moves into the prices.
 PACE_FADE_PER_STEP = 0.999
 MIN_STEP_SECONDS = 1e-9
 REFIT_INTERVAL_STEPS = 8
 MIN_STEPS_TO_PREDICT = 12
-# Sweeps of coordinate descent, from the last prices.
+# Number of sweeps of coordinate descent, which starts from the last prices.
 DESCENT_SWEEPS = 12
 KEPT_PREDICTIONS = 256
 # Share of steps that the SLO's margin covers.
@@ -71,7 +70,7 @@ class CostError:
 def features(work: StepWork, windowed_share: float = 0.0) -> tuple[float, ...]:
     """The counts that prices multiply, in the order of `FEATURES`.
 
-    Contexts are the mean of the layers, and `windowed_share` of the layers attend to a window only.
+    Contexts are means over the layers; `windowed_share` of the layers attend only to a window.
     """
     few = min(work.rows, FEW_ROWS)
     prefill = work.prefill_contexts - windowed_share * (
@@ -95,10 +94,10 @@ def features(work: StepWork, windowed_share: float = 0.0) -> tuple[float, ...]:
 
 
 def starting_prices(shape: ModelShape, ceilings: Ceilings | None) -> tuple[float, ...]:
-    """Seconds for one of each feature, before anything was run.
+    """Seconds per unit of each feature before any step was measured.
 
-    They assume the measured bandwidth for weights and KV, and half of the measured peaks for
-    operations; without measurements, the rates of a small machine. A rough guess is enough.
+    They assume the measured bandwidth for weights and KV and half of the measured peaks for
+    operations, or the rates of a small machine. A rough guess is enough.
     """
     bandwidth = (ceilings.read_bandwidth(shape.weight_bytes) if ceilings else None) or 20e9
     int8 = (ceilings.int8_ops if ceilings else None) or 200e9
@@ -121,7 +120,7 @@ def starting_prices(shape: ModelShape, ceilings: Ceilings | None) -> tuple[float
 
 
 class CostModel:
-    """Predicts step times, and learns from each.
+    """Predicts step times, and learns from each step.
 
     Attributes:
         prices: seconds per unit of each feature.
@@ -138,31 +137,31 @@ class CostModel:
         margin: float = 1.25,
         gap: float = 0.0,
     ) -> None:
-        """Start from `starting_prices`, or from what an earlier run learned.
+        """Start from `starting_prices`, or from an earlier model's `learned`.
 
         Args:
             prices: seconds per unit of each feature.
-            windowed_share: of the model's layers that have a window.
-            window: its tokens; None where no layer has one.
-            margin: factor that 95 % of the mixed steps stayed within.
+            windowed_share: share of the model's layers that have a window.
+            window: tokens of the window; None if no layer has one.
+            margin: factor over the prediction that 95 % of the mixed steps stayed within.
             gap: mean seconds between two steps.
         """
         self.windowed_share = windowed_share
         self.window = window
         self._start = tuple(max(float(price), 1e-12) for price in prices)
         self.prices = self._base = self._start
-        self._pace = 0.0  # logarithm
+        self._pace = 0.0  # The pace as a logarithm.
         self._classes: dict[tuple[bool, int], tuple[list[list[float]], list[float]]] = {}
         self._since_fit = 0
-        self._ratios: deque[float] = deque(maxlen=KEPT_PREDICTIONS)  # measured / predicted
+        self._ratios: deque[float] = deque(maxlen=KEPT_PREDICTIONS)  # Measured / predicted times.
         self._mixed_ratios: deque[float] = deque(
             maxlen=KEPT_PREDICTIONS // 8
-        )  # of steps with prefill and decode
+        )  # The same for steps with both prefill and decode.
         self._margin = margin
         self._gap = gap
 
     def features(self, work: StepWork) -> tuple[float, ...]:
-        """`features` with the windows of this model."""
+        """`features` with this model's windows."""
         return features(work, self.windowed_share)
 
     def seconds(self, work: StepWork) -> float:
@@ -172,10 +171,10 @@ class CostModel:
         )
 
     def step_limit(self, slo_seconds: float) -> float:
-        """Predicted time at which a step still meets the SLO.
+        """The largest predicted time of a step that still meets the SLO.
 
-        The time between steps is deducted, and the rest divided by the factor that 95 % of the
-        recent mixed steps stayed within.
+        It is the SLO minus the time between steps, divided by the factor over the prediction that
+        95 % of the recent mixed steps stayed within.
         """
         return max(0.0, slo_seconds - self._gap) / self._margin
 
@@ -187,10 +186,10 @@ class CostModel:
         """Learn from a step.
 
         Args:
-            work: work of the step; nothing is learned from an empty step.
+            work: work of the step; an empty step is ignored.
             seconds: time of the step.
-            gap: time that the front end used between the last step and this one, if requests were
-                running.
+            gap: seconds that the front end used between the last step and this one, if requests
+                were running.
         """
         if not work.rows or seconds <= 0:
             return
@@ -202,7 +201,7 @@ class CostModel:
         error = math.log(ratio)
         usual = seconds / math.exp(
             self._pace
-        )  # what it would have taken at the pace that the base prices are of
+        )  # The time that the step would have taken at the pace of the base prices.
         self._learn(work, usual, min(1.0, OUTLIER / abs(error)) if error else 1.0)
         self._pace = PACE_FADE_PER_STEP * self._pace + PACE_LEARNING_RATE * max(
             -OUTLIER, min(OUTLIER, error)
@@ -216,7 +215,7 @@ class CostModel:
 
     @property
     def learned(self) -> dict[str, Any]:
-        """What a new model needs to predict as this one does: its arguments."""
+        """The arguments with which a new model predicts as this one does."""
         return {
             "prices": self.prices,
             "windowed_share": self.windowed_share,
@@ -227,12 +226,12 @@ class CostModel:
 
     @property
     def knows_both_phases(self) -> bool:
-        """Whether enough steps were learned from, of both phases, to choose by it."""
+        """Whether enough steps of both phases were learned from to rely on predictions."""
         kinds = {has_prefill for has_prefill, _ in self._classes}
         return len(self._ratios) >= MIN_STEPS_TO_PREDICT and len(kinds) == 2
 
     def error(self) -> CostError:
-        """Error of the last predictions, each made before its step was learned from."""
+        """Error of the last predictions, each made before the model learned from the step."""
         errors = sorted(abs(1 / ratio - 1) for ratio in self._ratios)
         if not errors:
             return CostError(0, None, None)
@@ -244,8 +243,8 @@ class CostModel:
             size = len(FEATURES)
             self._classes[kind] = [[0.0] * size for _ in range(size)], [0.0] * size
         matrix, vector = self._classes[kind]
-        # Divided by the longer of both times, so that an error counts in proportion, and no step
-        # that was over at once outweighs the others.
+        # Dividing by the longer of both times weights relative errors, so that no very short step
+        # outweighs the others.
         counts = self.features(work)
         whole = max(seconds, sum(map(float.__mul__, self._base, map(float, counts))))
         x = [count / whole for count in counts]
@@ -268,8 +267,8 @@ class CostModel:
                 row = matrix[i]
                 for j, value in enumerate(part[i]):
                     row[j] += value
-        # A start that was many times too low would never let the prices go: it is doubted at the
-        # size that fits best.
+        # Prices that start many times too low would never recover, so the start is scaled to fit
+        # best.
         expected = [sum(map(float.__mul__, row, self._start)) for row in matrix]
         fitting = sum(map(float.__mul__, vector, self._start)) / sum(
             map(float.__mul__, expected, self._start)

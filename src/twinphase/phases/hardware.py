@@ -1,7 +1,7 @@
-"""This machine's ceilings, kept between runs, and a phase's MFU, MBU and bound.
+"""This machine's stored ceilings, and the MFU, MBU and bound of a phase.
 
-A backend measures them, and the command line joins the two. Reading the kept ceilings needs only
-the standard library, so that it is possible at any time.
+A backend measures ceilings, and the command line passes them here. Reading stored ceilings needs
+only the standard library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from twinphase.numa import cpu_list
 from twinphase.weights.storage import cache_root, write_atomically
 
-# Part of the file name: another way of measuring needs another file.
+# The version is part of the file name: other ways of measuring need other files.
 VERSION = 5
 HINT_INTERVAL_SECONDS = 24 * 3600
 # Results of `bound` if no ceiling explains half of the time.
@@ -43,14 +43,14 @@ class Ceilings:
     """Measured peaks of one machine with a number of threads on an instruction-set path.
 
     Attributes:
-        processor: its name, as `processor_name` gives it.
+        processor: name of the processor, as from `processor_name`.
         bandwidth: ((working set in bytes, bytes read per second), ...), by rising working set.
         int8_ops: operations per second of int8 dot products; None is unknown.
-        float32_flops, bfloat16_flops, float16_flops: the same of multiply-adds and of products;
-            None as well.
-        provisional: whether they may be too low, because the machine was busy (then they are not
-            kept), or because a step was faster. They are measured again.
-        measurements: number of measurements that these are the best of.
+        float32_flops, bfloat16_flops, float16_flops: FLOP per second of multiply-adds and matrix
+            products; None is unknown.
+        provisional: whether they may be too low and need another measurement, because the machine
+            was busy (then they are not stored) or a step was faster.
+        measurements: number of measurements; the ceilings are the best of all.
     """
 
     processor: str
@@ -65,10 +65,10 @@ class Ceilings:
     float16_flops: float | None = None
 
     def read_bandwidth(self, working_set: float) -> float | None:
-        """Bytes per second when each step goes through `working_set` bytes; None if unknown.
+        """Bytes per second if each step reads `working_set` bytes; None if unknown.
 
-        Between measured sizes the time per byte changes linearly with the logarithm of the size;
-        outside them the nearest measurement holds.
+        Between measured sizes the time per byte is linear in the logarithm of the size; outside
+        them it is that of the nearest size.
         """
         if not self.bandwidth or working_set <= 0:
             return None
@@ -91,9 +91,9 @@ class Ceilings:
         return {"int8": self.int8_ops, **floats}.get(unit)
 
     def merged(self, other: Ceilings) -> Ceilings:
-        """The higher of each rate: a measurement can only be too low.
+        """The higher of each rate, because a measurement can only be too low.
 
-        One on a quiet machine makes them final.
+        The result is provisional only if both are.
         """
         rates = dict(self.bandwidth)
         for size, rate in other.bandwidth:
@@ -115,12 +115,12 @@ def _higher(one: float | None, other: float | None) -> float | None:
 
 
 def must_measure(known: Ceilings | None) -> bool:
-    """Whether to measure in the next idle moment: the ceilings are unknown, or a step beat them."""
+    """Whether to measure when idle: the ceilings are unknown, or a step was faster."""
     return known is None or known.provisional
 
 
 def compute_seconds(flops: Mapping[str, int], ceilings: Ceilings | None) -> float | None:
-    """Time the units need at their peaks, sum of FLOP / peak by unit; None if a peak is unknown."""
+    """Seconds at the units' peaks: the sum of FLOP / peak by unit; None if a peak is unknown."""
     if ceilings is None:
         return None
     total = 0.0
@@ -133,7 +133,7 @@ def compute_seconds(flops: Mapping[str, int], ceilings: Ceilings | None) -> floa
 
 
 def memory_seconds(num_bytes: int, working_set: float, ceilings: Ceilings | None) -> float | None:
-    """Time the memory needs at the bandwidth of the working set; None if unknown."""
+    """Seconds to read `num_bytes` at the working set's bandwidth; None if unknown."""
     bandwidth = ceilings.read_bandwidth(working_set) if ceilings else None
     return num_bytes / bandwidth if bandwidth else None
 
@@ -143,10 +143,10 @@ class Efficiency:
     """Efficiency of some work relative to the machine's ceilings.
 
     Attributes:
-        bound: as `bound` gives it.
+        bound: result of `bound`.
         mfu: ideal time of its FLOP at the units' peaks / measured time.
-        mbu: ideal time of its bytes at the working set's bandwidth / measured time. Above 1 a count
-            or a ceiling is wrong, so neither is ever clamped; None is unknown.
+        mbu: ideal time of its bytes at the working set's bandwidth / measured time. A value above 1
+            shows a wrong count or ceiling, so values are never clamped; None is unknown.
     """
 
     bound: str
@@ -155,7 +155,7 @@ class Efficiency:
 
     @property
     def over_ceiling(self) -> bool:
-        """Whether the work seems faster than the machine, so that a count or a ceiling is wrong."""
+        """Whether the work was faster than a ceiling, so that a count or a ceiling is wrong."""
         return any(value is not None and value > 1 for value in (self.mfu, self.mbu))
 
 
@@ -170,7 +170,7 @@ def efficiency(
     rank_wait: float = 0.0,
     outside: float = 0.0,
 ) -> Efficiency:
-    """The efficiency of work that took `seconds`; the other times are those of `bound`."""
+    """The efficiency of work that took `seconds`; the last three arguments are those of `bound`."""
     compute = compute_seconds(flops, ceilings)
     memory = memory_seconds(num_bytes, working_set, ceilings)
     mfu, mbu = (
@@ -191,10 +191,9 @@ def bound(
 ) -> str:
     """The limit of a phase: a ceiling ("compute", "memory"), one of `NEITHER`, or "unknown".
 
-    Where neither ceiling explains half of the time, it is the largest part of what they leave
-    unexplained: waiting for a processor that other programs had (`cpu_wait`, seconds: contention),
-    waiting for other ranks (`rank_wait`), time `outside` kernels (overhead), or else the kernels
-    themselves, which ran below their peaks.
+    If neither ceiling explains half of the time, the bound is the largest part of the rest: waiting
+    for a processor (`cpu_wait`, seconds: contention), waiting for other ranks (`rank_wait`), time
+    `outside` kernels (overhead), or else kernels that ran below their peaks.
     """
     if compute is None or memory is None or seconds <= 0:
         return "unknown"
@@ -232,7 +231,7 @@ def _path(threads: int, isa: str) -> Path:
 
 
 def load_ceilings(threads: int, isa: str) -> Ceilings | None:
-    """The kept ceilings; None if they were not measured undisturbed or the file is unreadable."""
+    """The stored ceilings; None if there are no undisturbed ones or the file is unreadable."""
     try:
         found = json.loads(_path(threads, isa).read_bytes())
         found["bandwidth"] = tuple((int(size), float(rate)) for size, rate in found["bandwidth"])
@@ -242,13 +241,13 @@ def load_ceilings(threads: int, isa: str) -> Ceilings | None:
 
 
 def save_ceilings(ceilings: Ceilings) -> None:
-    """Keep ceilings for later runs; after an `OSError` a caller can go on without."""
+    """Store ceilings for later runs; callers may ignore an `OSError`."""
     data = json.dumps(asdict(ceilings), indent=1).encode()
     write_atomically(_path(ceilings.threads, ceilings.isa), data)
 
 
 def hint_is_due() -> bool:
-    """Whether a day has passed since this last returned true, on this machine."""
+    """Whether this has not returned True on this machine for a day."""
     path = cache_root() / "ceilings" / "hint"
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime < HINT_INTERVAL_SECONDS:
@@ -261,7 +260,7 @@ def hint_is_due() -> bool:
 def cache_levels(threads: int) -> tuple[tuple[str, int], ...]:
     """(name, bytes) of the data caches of `threads` cores, from the second level on.
 
-    The smallest comes first. Empty if the system does not report them.
+    The smallest cache comes first. The result is empty if the system does not report caches.
     """
     levels: dict[int, int] = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):

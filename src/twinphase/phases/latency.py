@@ -1,8 +1,8 @@
-"""TTFT, TPOT, ITL and E2E: the formulas, once, for the engine's own clock and for a client's.
+"""The formulas of TTFT, TPOT, ITL and E2E, for the engine's and for a client's clock.
 
 All times are seconds on one monotonic clock. The definitions are those of vLLM's benchmarks: TTFT
-counts from the arrival (or the intended send), TPOT leaves the first token out, and ITL is never
-divided by the tokens in a piece.
+counts from the arrival or the intended send time, TPOT excludes the first token, and ITL is never
+divided by the number of tokens in a piece.
 """
 
 from __future__ import annotations

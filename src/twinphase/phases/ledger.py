@@ -31,21 +31,21 @@ KEPT_RECORDS = 4096
 
 @dataclass(frozen=True)
 class _Wait:
-    """The ledger's sums at the moment when a request began to wait."""
+    """Values of the ledger's sums at the moment when a request began to queue."""
 
     held_back: dict[str, float]
     work: float
-    own_work: float  # of its tenant
+    own_work: float  # Work of the request's own tenant.
 
 
 class Ledger:
     """The timelines of unfinished requests, and the records of the last steps.
 
     Attributes:
-        records: the last steps, oldest first.
-        seconds: time of finished requests by kind of interval, `unattributed` among them.
-        num_steps: all steps so far.
-        settled: when the records of the last step were complete, seconds.
+        records: records of the last steps, oldest first.
+        seconds: time of finished requests by kind of interval, including `unattributed`.
+        num_steps: number of steps so far.
+        settled: time when the records of the last step were complete, seconds.
     """
 
     def __init__(self, shape: ModelShape, cost_model: CostModel) -> None:
@@ -57,21 +57,21 @@ class Ledger:
         self._cost_model = cost_model
         self.settled = 0.0
         self._running: dict[str, RequestTimeline] = {}
-        # However many wait, a step costs nothing for them: seconds by what held the first in line
-        # back, and what they were when each request began to wait.
+        # Seconds by what held the first request in line back, in total and at the time when each
+        # request began to wait. So a step costs no time per waiting request.
         self._held_back: dict[str, float] = {}
-        self._work: defaultdict[str, float] = defaultdict(float)  # seconds of steps by tenant
-        self._tenants: dict[str, str] = {}  # of unfinished requests
+        self._work: defaultdict[str, float] = defaultdict(float)  # Seconds of steps by tenant.
+        self._tenants: dict[str, str] = {}  # Tenants of unfinished requests.
         self._waits: dict[str, _Wait] = {}
 
     def open(self, request_id: str, timeline: RequestTimeline, tenant: str = "") -> None:
-        """Begin the ledger of a request that has arrived."""
+        """Begin the ledger of a request."""
         self.timelines[request_id] = timeline
         self._tenants[request_id] = tenant
         self._begins_to_wait(request_id)
 
     def close(self, request_id: str, now: float) -> None:
-        """A request ended; its timeline is its reader's from here on."""
+        """End the ledger of a request; from here on its timeline belongs to its reader."""
         timeline = self.timelines.pop(request_id, None)
         if timeline is None:
             return
@@ -89,9 +89,9 @@ class Ledger:
         end: float,
         work: Mapping[str, float],
     ) -> StepRecord:
-        """Write a step from `start` to `end`, seconds, into the timelines of the running requests.
+        """Add a step from `start` to `end` (seconds) to the timelines of the running requests.
 
-        `work` is each tenant's part of the step, in any unit.
+        `work` is each tenant's share of the step, in any unit.
         """
         settled = min(self.settled, start)
         for timeline in self._running.values():
@@ -114,7 +114,7 @@ class Ledger:
         self._divide(batch, record, output)
         if len(self._running) > len(batch.decodes) + len(batch.prefills):
             for timeline in self._running.values():
-                timeline.skip_step(record)  # no more than a look where the step was written already
+                timeline.skip_step(record)  # This returns at once if the step was written already.
         return record
 
     def add_decodes(
@@ -125,16 +125,17 @@ class Ledger:
         ends: Sequence[float],
         gap: float,
     ) -> None:
-        """Write steps that decoded the requests of `batch`, one token later each, and settle them.
+        """Add steps that each decoded one token of every request in `batch`, and settle them.
 
-        As `add_step` and `settle` for each of them, for requests that were in the step before.
+        It is equivalent to `add_step` and `settle` for each step, for the requests of the step
+        before.
 
         Args:
-            batch: the step before them.
-            works: what they computed.
-            starts: when each of them began, seconds.
-            ends: when each of them ended, seconds.
-            gap: seconds after each of them until everything about it was written down.
+            batch: batch of the step before them.
+            works: work of each step.
+            starts: start of each step, seconds.
+            ends: end of each step, seconds.
+            gap: seconds between the end of a step and the completion of its records.
         """
         count = len(batch.decodes)
         records = list[StepRecord]()
@@ -178,14 +179,14 @@ class Ledger:
         self.settle(ends[-1] + gap)
 
     def settle(self, now: float) -> None:
-        """Everything about the last step is written down."""
+        """Note that all records of the last step are complete."""
         self.settled = now
 
     def begin_text(self, timeline: RequestTimeline, now: float, alone: bool) -> None:
-        """The front end begins with a request's text.
+        """The front end begins to process a request's text.
 
-        What passed since its step was bookkeeping, which belongs to the step, and then others'
-        text, unless the request was `alone` in the step.
+        The time since its step was bookkeeping, which belongs to the step, and then others' text,
+        unless the request was `alone` in the step.
         """
         timeline.settle(min(self.settled, now))
         if not alone:
@@ -193,7 +194,7 @@ class Ledger:
         timeline.reach_step(now)
 
     def end_text(self, now: float, alone: bool) -> None:
-        """The front end is done with the step's text, and has handed it over; `alone` as above."""
+        """The front end has delivered a request's text of the step; `alone` as in `begin_text`."""
         settled = min(self.settled, now)
         for timeline in self._running.values():
             timeline.settle(settled)
@@ -213,9 +214,9 @@ class Ledger:
         self._waits[request_id] = _Wait(dict(self._held_back), sum(self._work.values()), own)
 
     def _waited_for(self, request_id: str) -> tuple[str, float]:
-        """What held the first in line back for most of the request's wait ("" if nothing did).
+        """What held the first request in line back for most of this request's wait; "" if nothing.
 
-        Also returns the seconds of that time that went to other tenants' work.
+        Also returns the seconds of the wait that were spent on other tenants' work.
         """
         wait = self._waits.pop(request_id, None)
         if wait is None:
@@ -239,7 +240,7 @@ class Ledger:
             (seconds - record.times.drafting) / record.predicted if record.predicted > 0 else 0.0
         )
         decodes = record.decode_seconds
-        # A lone decode costs a fixed time, and more for each token of its context.
+        # The time of a lone decode is linear in the number of tokens in its context.
         fixed = predict(StepWork.of_decodes(1, 0)) * scale
         per_token = predict(StepWork.of_decodes(1, 1, window)) * scale - fixed
         rows: Counter[str] = Counter()
@@ -324,7 +325,7 @@ Parts = tuple[float, tuple[float, ...]]
 def predicted_parts(cost_model: CostModel, batch: Batch) -> Parts:
     """Predicted seconds of a step's decodes alone, and of each of its chunks alone.
 
-    The first is 0 without decodes; without chunks nothing has to be divided.
+    The first is 0 without decodes; without chunks there is nothing to divide.
     """
     if not batch.prefills:
         return 0.0, ()
@@ -339,7 +340,7 @@ def predicted_parts(cost_model: CostModel, batch: Batch) -> Parts:
 
 
 def step_parts(parts: Parts, predicted: float, seconds: float, drafting: float) -> Parts:
-    """What a step of `seconds` would have taken for its decodes, and for each chunk, alone."""
+    """Seconds that a step of `seconds` would have taken for its decodes or each chunk alone."""
     decodes, chunks = parts
     if not chunks:
         return seconds, ()

@@ -1,7 +1,7 @@
 """One request as a client saw it: times on one monotonic clock, and latencies.
 
-All times are seconds of `time.perf_counter`. Tokens are counted by the target, never by stream
-events. Not for sending (`client.py`, `targets/`).
+All times are seconds of `time.perf_counter`. The target counts the tokens; events of a stream are
+never counted instead. `client.py` and `targets/` send requests.
 """
 
 from __future__ import annotations
@@ -16,36 +16,37 @@ from twinphase.phases import latency
 class Observation:
     """One request and its outcome.
 
-    `token_times` has fewer entries than there are tokens where a target sends several tokens in one
-    piece, or nothing for a token without text. Counts are the target's own, None if it gave none.
+    `token_times` has fewer entries than tokens if the target sends several tokens in one piece, or
+    none for a token without text. Counts are reported by the target; None if it reports none.
     """
 
-    request_id: str  # the target's own where it gave one
-    # when it was to be sent: latencies count from here, so that a late client hides nothing
+    request_id: str  # Id chosen by the target, if there is one.
+    # Scheduled send time; latencies count from here, so that a late client hides no delay.
     intended: float
-    sent: float  # when its bytes were handed over
+    sent: float  # Time when the request's bytes were written.
     token_times: list[float] = field(
         default_factory=list
-    )  # of each piece with a token, also of a token without text
-    ended: float = 0.0  # when the reply was complete, or broke
+    )  # Arrival times of each piece with a token, even of a token without text.
+    ended: float = 0.0  # Time when the reply was complete, or broke off.
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
-    num_output_tokens: int | None = None  # reasoning tokens included
-    status: int = 0  # of HTTP; 0 if nothing came; 200 for targets in this process
-    error: str = ""  # what went wrong; failures are counted apart and have no latencies
-    finish_reason: str = ""  # as the target named it
+    num_output_tokens: int | None = None  # Includes reasoning tokens.
+    status: int = 0  # HTTP status; 0 without a reply, 200 for targets in this process.
+    error: str = ""  # Error message; failures are counted separately and have no latencies.
+    finish_reason: str = ""  # Finish reason as the target named it.
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    claims: dict[str, Any] = field(default_factory=dict)  # The target's own latencies, as received.
+    # Latencies reported by the target, as received.
+    claims: dict[str, Any] = field(default_factory=dict)
     finished: float | None = (
-        None  # When the target reported the end: with the last token or after it.
+        None  # Time when the target reported the end: with the last token or after it.
     )
     first_answer: float | None = (
-        None  # when the first piece of the answer came, of an output that reasons first
+        None  # Arrival of the first piece of the answer, if reasoning comes first.
     )
     num_reasoning_tokens: int | None = None
     connected_late: bool = (
-        False  # it waited for a connection asked for in time: not the client's lag
+        False  # Whether a timely requested connection came late, which is not the client's fault.
     )
 
     @property
@@ -58,9 +59,9 @@ class Observation:
 
     @property
     def ttft(self) -> float | None:
-        """Client TTFT: the first piece of output here - intended send.
+        """Client TTFT: arrival of the first piece of output - scheduled send time.
 
-        The server's own has no network in it.
+        The server's own TTFT excludes the network.
         """
         return latency.ttft(self.intended, self.token_times[0]) if self.token_times else None
 
@@ -71,10 +72,10 @@ class Observation:
 
     @property
     def last_token(self) -> float | None:
-        """When the last token came.
+        """Time of the last token.
 
-        With fewer pieces than tokens, the last tokens may have had no text: the target sent nothing
-        for them until it reported the end, and that time counts.
+        With fewer pieces than tokens, the last tokens may have had no text, so that the target sent
+        nothing until it reported the end; then that time counts.
         """
         if not self.token_times:
             return None
@@ -90,7 +91,7 @@ class Observation:
     def tpot(self) -> float | None:
         """Seconds per token after the first.
 
-        It is not known where there are fewer pieces than tokens and the target reported no end.
+        It is unknown if there are fewer pieces than tokens and the target reported no end.
         """
         number = self.num_output_tokens
         if self.last_token is None or number is None:
@@ -101,5 +102,5 @@ class Observation:
 
     @property
     def itl(self) -> list[float]:
-        """Gaps between consecutive pieces of output, never divided by the tokens in them."""
+        """Gaps between consecutive pieces of output, never divided by their numbers of tokens."""
         return latency.itl(self.token_times)

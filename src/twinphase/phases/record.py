@@ -1,4 +1,4 @@
-"""`RequestRecord`: one request, from the front door through the engine and back."""
+"""`RequestRecord`: the state and the times of one request, from its arrival to its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from twinphase.request import RequestCounts
 
 
 class RequestState(enum.StrEnum):
-    """Where a request is between its arrival and its end."""
+    """The state of a request between its arrival and its end."""
 
     TOKENIZING = "tokenizing"
     QUEUED = "queued"
@@ -26,7 +26,7 @@ _NEXT_STATES = {
     RequestState.TOKENIZING: {RequestState.QUEUED},
     # One step may prefill a whole prompt and sample its first token.
     RequestState.QUEUED: {RequestState.PREFILLING, RequestState.DECODING},
-    # A request queues again when it is preempted, or when its worker died.
+    # A request queues again after a preemption or the death of its worker.
     RequestState.PREFILLING: {
         RequestState.QUEUED,
         RequestState.TRANSFERRING,
@@ -39,18 +39,18 @@ _NEXT_STATES = {
 
 @dataclass
 class RequestRecord:
-    """One request in numbers and times, without its tokens.
+    """The counts and times of one request, without its tokens.
 
-    The front end makes it, hands a copy to the engine with the request, and takes that copy back
-    when the request has ended.
+    The front end creates it and sends a copy to the engine with the request; the engine returns
+    that copy when the request has ended.
 
     Attributes:
-        timeline: where the request's time went since it arrived.
-        priority: lower goes first; honoured by the policy "priority" only.
-        cache_salt: requests share cached prefixes only with those of the same salt.
-        tenant: whose request it is; tenants share the engine by `weight`.
+        timeline: intervals since the arrival.
+        priority: lower values go first; only the policy "priority" uses it.
+        cache_salt: only requests with the same salt share cached prefixes.
+        tenant: owner of the request; tenants share the engine by `weight`.
         finish_reason: None until the request has ended.
-        prices: of the engine's cost model when the request ended.
+        prices: prices of the engine's cost model when the request ended.
     """
 
     counts: RequestCounts
@@ -65,7 +65,7 @@ class RequestRecord:
 
     @classmethod
     def arrived(cls, request_id: str, arrival: float) -> RequestRecord:
-        """A request that came at `arrival`, seconds, and is being tokenized."""
+        """The record of a request that arrived at `arrival`, seconds, and is being tokenized."""
         return cls(RequestCounts(request_id), RequestTimeline(arrival))
 
     @property
@@ -81,7 +81,7 @@ class RequestRecord:
         return self.state is RequestState.ENDED
 
     def tokenized(self, num_prompt_tokens: int, until: float) -> None:
-        """The prompt's tokens were ready at `until`, seconds; the request queues from then on."""
+        """The prompt was tokenized by `until`, seconds; from then on the request queues."""
         self.counts.num_prompt_tokens = num_prompt_tokens
         self.timeline.mark(IntervalKind.TOKENIZE, max(self.arrival, until))
         self.move_to(RequestState.QUEUED)
@@ -100,7 +100,7 @@ class RequestRecord:
         self.state = state
 
     def advance(self) -> None:
-        """A step computed the request: it decodes from its first output token on."""
+        """Update the state after a step: the request decodes from its first output token on."""
         decodes = self.counts.num_output_tokens > 0
         self.move_to(RequestState.DECODING if decodes else RequestState.PREFILLING)
 
@@ -109,7 +109,7 @@ class RequestRecord:
         self.finish_reason = reason
 
     def copy(self) -> RequestRecord:
-        """An independent record with the same content, for another thread."""
+        """An independent copy, for another thread."""
         return replace(self, counts=self.counts.copy(), timeline=self.timeline.copy())
 
     def __str__(self) -> str:

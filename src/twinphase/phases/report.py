@@ -1,4 +1,4 @@
-"""The report at the end of an answer: a row per phase, and rows for other wall time.
+"""The report after an answer: a row per phase, and rows for the rest of the wall time.
 
 The shares of all rows sum to 1 by construction: the last row is unattributed time. `terminal.py`
 draws the report.
@@ -21,8 +21,7 @@ FORMULAS = {
     "that working set",
 }
 
-# A phase's row is the wall time of its steps, shared ones included; `ledger.py` divides
-# them.
+# A phase's row is the wall time of its steps, including shared ones; `ledger.py` divides those.
 PREFILL_KINDS = (IntervalKind.PREFILL, IntervalKind.RECOMPUTE, IntervalKind.PREFILL_WAIT)
 DECODE_KINDS = (
     IntervalKind.DRAFTING,
@@ -38,19 +37,20 @@ class PhaseRow:
     """One phase of one request.
 
     Attributes:
-        tokens: tokens computed in this phase. The first output token comes out of prefill.
+        tokens: tokens computed in this phase; prefill computes the first output token.
         cached_tokens: prompt tokens that were in the KV cache already.
         share: fraction of the report's wall time.
-        tokens_per_second: None without tokens.
-        metric: "MFU" or "MBU": what `efficiency` is.
-        efficiency: a fraction; above 1 a count or a ceiling is wrong; None is unknown.
+        tokens_per_second: rate of these tokens; None without tokens.
+        metric: metric in `efficiency`, "MFU" or "MBU".
+        efficiency: fraction of the ceiling; a value above 1 shows a wrong count or ceiling; None is
+            unknown.
         other_efficiency: the value of the other metric.
-        working_set: bytes that a step goes through; decides which bandwidth counts.
-        bound: as `hardware.bound` gives it.
-        host_share: share of the steps' time when a device with a clock of its own had nothing
-            to compute, or waited for Python; None where there is no such device.
-        rank_share: share of the steps' time when the first of several ranks waited for others;
-            None where none did.
+        working_set: bytes that a step reads, which determine the bandwidth.
+        bound: result of `hardware.bound`.
+        host_share: share of the steps' time during which a device with its own clock was idle or
+            waited for Python; None without such a device.
+        rank_share: share of the steps' time during which the first rank waited for other ranks;
+            None if it did not.
     """
 
     name: str
@@ -69,7 +69,7 @@ class PhaseRow:
 
     @property
     def nearest_limit(self) -> str | None:
-        """The ceiling that the phase came nearer to, "compute" or "memory"; None if unknown."""
+        """The ceiling that the phase came closer to, "compute" or "memory"; None if unknown."""
         if self.efficiency is None or self.other_efficiency is None:
             return None
         is_own = self.efficiency >= self.other_efficiency
@@ -78,7 +78,7 @@ class PhaseRow:
 
 @dataclass(frozen=True)
 class RestRow:
-    """Time that is neither phase."""
+    """Wall time that belongs to neither phase."""
 
     name: str
     seconds: float
@@ -97,7 +97,7 @@ class PhaseReport:
 
     @property
     def over_ceiling(self) -> bool:
-        """Whether a phase seems faster than the machine, so that a count or a ceiling is wrong."""
+        """Whether a phase was faster than a ceiling, so that a count or a ceiling is wrong."""
         return any(row.efficiency is not None and row.efficiency > 1 for row in self.phases)
 
     def as_dict(self) -> dict[str, Any]:
@@ -163,10 +163,10 @@ def phase_report(
     before: Mapping[str, float] | None = None,
     num_cached_tokens: int = 0,
 ) -> PhaseReport:
-    """Divide the wall time of a request: all of it, the timeline and what came `before` included.
+    """Divide a request's whole wall time, which consists of `before` and the timeline.
 
-    `before` has seconds by name, such as for starting Python and loading the model. Of the prompt,
-    `num_cached_tokens` needed no prefill.
+    `before` has seconds by name, such as for loading the model. `num_cached_tokens` of the prompt
+    needed no prefill.
     """
     own = {*PREFILL_KINDS, *DECODE_KINDS, IntervalKind.UNATTRIBUTED}
     prefill_seconds = sum(timeline.seconds(kind) for kind in PREFILL_KINDS)

@@ -1,8 +1,8 @@
 """The roofline (Williams, Waterman and Patterson, 2009): what bounds a part of a step.
 
-FLOP per byte of a part of a step is its arithmetic intensity. Below the balance
-point of a machine (peak / bandwidth) memory bounds it, above it the arithmetic unit. Rates come
-from measured `Ceilings`; nothing here measures, and what is unknown stays None.
+The arithmetic intensity of a part of a step is its FLOP per byte. Below the machine's balance point
+(peak / bandwidth) memory bounds the part, above it the arithmetic unit does. Rates come from
+measured `Ceilings`; unknown values are None.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Slope:
-    """Memory of one kind: `name` says which, `rate` is bytes per second."""
+    """The bandwidth of one level of memory: its `name`, and `rate` in bytes per second."""
 
     name: str
     rate: float
@@ -57,7 +57,7 @@ class Roofline:
 
     @property
     def balances(self) -> tuple[tuple[Roof, Slope, float], ...]:
-        """Balance point of each unit on each memory: peak / bandwidth, FLOP per byte."""
+        """The balance point of each unit on each memory: peak / bandwidth, in FLOP per byte."""
         return tuple(
             (roof, slope, roof.rate / slope.rate) for roof in self.roofs for slope in self.slopes
         )
@@ -67,9 +67,9 @@ def measured_roofline(ceilings: Ceilings, caches: Sequence[tuple[str, int]] = ()
     """A roof for each measured unit, and a slope for each level of memory.
 
     Args:
-        ceilings: of this machine.
-        caches: (name, bytes together) of the caches that `ceilings.threads` threads use, smallest
-            first; without any the slopes are the smallest, the middle and the largest working set.
+        ceilings: ceilings of this machine.
+        caches: (name, total bytes) of the caches of `ceilings.threads` threads, smallest first; if
+            empty, the slopes are the smallest, the middle and the largest working set.
     """
     peaks = [(unit, ceilings.peak(unit)) for unit in UNITS]
     roofs = sorted((Roof(unit, rate) for unit, rate in peaks if rate), key=lambda roof: -roof.rate)
@@ -81,7 +81,7 @@ def measured_roofline(ceilings: Ceilings, caches: Sequence[tuple[str, int]] = ()
 
 
 def _memories(sizes: Sequence[int], caches: Sequence[tuple[str, int]]) -> dict[int, str]:
-    """Names of the memories that working sets of these sizes stand for."""
+    """Names of the memories that working sets of these sizes represent."""
     if not sizes:
         return {}
     if not caches:
@@ -90,7 +90,7 @@ def _memories(sizes: Sequence[int], caches: Sequence[tuple[str, int]]) -> dict[i
         }
     chosen: dict[int, str] = {}
     for name, capacity in caches:
-        # Half of a cache: the other half leaves room for what else lies there.
+        # A working set should fill at most half of a cache, which also holds other data.
         inside = [size for size in sizes if size <= capacity / 2 and size not in chosen]
         if inside:
             chosen[inside[-1]] = f"{name}, {inside[-1] // MIB} MiB"
@@ -100,13 +100,13 @@ def _memories(sizes: Sequence[int], caches: Sequence[tuple[str, int]]) -> dict[i
 
 @dataclass(frozen=True)
 class PartWork:
-    """The work of a part of one or several steps, by the algorithm.
+    """The work of a part of one or several steps, as the algorithm requires.
 
     Attributes:
-        flops: by arithmetic unit.
-        bytes: moved, activations left out.
-        working_set: bytes that each step goes through, all parts together: chooses the bandwidth,
-            because what one part read has been pushed out by the others when it reads it again.
+        flops: FLOP by arithmetic unit.
+        bytes: bytes moved, without activations.
+        working_set: bytes that all parts of a step read together; they determine the bandwidth,
+            because the other parts evict a part's data from the caches before the next step.
     """
 
     flops: Mapping[str, int]
@@ -118,14 +118,13 @@ class PartWork:
         return sum(self.flops.values())
 
     def plus(self, other: PartWork) -> PartWork:
-        """The sum of both."""
         units = dict.fromkeys((*self.flops, *other.flops))
         flops = {unit: self.flops.get(unit, 0) + other.flops.get(unit, 0) for unit in units}
         return PartWork(flops, self.bytes + other.bytes, max(self.working_set, other.working_set))
 
 
 def parts_of_step(shape: ModelShape, units: Units, work: StepWork) -> tuple[PartWork, PartWork]:
-    """The linear layers with the output head, and attention, of a step.
+    """The work of a step's linear layers with the output head, and of its attention.
 
     Linear: 2 P n FLOP on the weights, read once. Attention: 4 L H d sum of contexts FLOP on the KV,
     half of them for scores and half for values; in layers with a window no context is longer.
@@ -141,9 +140,9 @@ def parts_of_step(shape: ModelShape, units: Units, work: StepWork) -> tuple[Part
 def ideal_seconds_of_chunk(
     shape: ModelShape, units: Units, ceilings: Ceilings | None, start: int, num_tokens: int
 ) -> tuple[float | None, float | None]:
-    """Seconds of the FLOP and of the bytes of a step that computes `num_tokens` after `start`.
+    """Ideal seconds for the FLOP and the bytes of a step with `num_tokens` rows from `start`.
 
-    Of one request, at the ceilings; None where a ceiling is unknown.
+    The rows belong to one request; a value is None if its ceiling is unknown.
     """
     work = StepWork.of_chunk(start, num_tokens, True, shape.window)
     linear, attention = parts_of_step(shape, units, work)
@@ -168,7 +167,7 @@ class Placed(Efficiency):
 
 
 def place(part: PartWork, seconds: float, ceilings: Ceilings | None) -> Placed:
-    """Where a part that took `seconds` (above 0) stands."""
+    """Place a part that took `seconds` (above 0) under the roofline."""
     return Placed(
         **vars(efficiency(part.flops, part.bytes, part.working_set, seconds, ceilings)),
         intensity=part.total_flops / part.bytes if part.bytes else None,

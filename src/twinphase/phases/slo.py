@@ -1,6 +1,6 @@
-"""Service levels and goodput: which requests met every level, and which phase was late.
+"""Service levels and goodput: which requests met all levels, and which phase was late.
 
-Names and form are those of vLLM's benchmark: `--goodput ttft:500 tpot:50 e2el:5000`, in
+Names and syntax are those of vLLM's benchmark: `--goodput ttft:500 tpot:50 e2el:5000`, in
 milliseconds.
 """
 
@@ -61,7 +61,7 @@ class Slos:
 
     def missed(self, seen: Observation) -> tuple[str, ...]:
         """Names of the levels that a request missed; ("unknown",) if a latency is unknown."""
-        tpot = 0.0 if seen.num_output_tokens == 1 else seen.tpot  # a single token meets any TPOT
+        tpot = 0.0 if seen.num_output_tokens == 1 else seen.tpot  # A single token meets any TPOT.
         values = {"ttft": seen.ttft, "tpot": tpot, "e2el": seen.e2e}
         if any(values[name] is None for name in self.bounds):
             return (UNKNOWN,)
@@ -72,23 +72,23 @@ class Slos:
 class Goodput:
     """How many requests of a load met its service levels."""
 
-    good: int  # requests that succeeded and met all levels
-    total: int  # requests sent, failures included
-    seconds: float  # of the load
+    good: int  # Successful requests that met all levels.
+    total: int  # All requests, including failures.
+    seconds: float  # Duration of the load.
     missed: dict[
         str, int
-    ]  # the others by what they missed: "ttft", "ttft + tpot", "failed", "unknown"
+    ]  # Number of the others by what they missed: "ttft", "ttft + tpot", "failed", "unknown".
 
     @property
     def rate(self) -> float | None:
-        """Good requests per second; None if some cannot be judged."""
+        """Good requests per second; None if some requests cannot be judged."""
         return (
             self.good / self.seconds if self.seconds > 0 and not self.missed.get(UNKNOWN) else None
         )
 
     @property
     def fraction(self) -> float | None:
-        """Good requests / requests sent; None if some cannot be judged."""
+        """Share of good requests; None if some requests cannot be judged."""
         return self.good / self.total if self.total and not self.missed.get(UNKNOWN) else None
 
     @property

@@ -1,4 +1,4 @@
-"""Medians, percentiles and their confidence, without assuming a distribution."""
+"""Medians, percentiles and confidence intervals, without an assumed distribution."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Interval:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The nearest-rank percentile, `q` in percent: a value that occurred. NaN without values.
+    """The nearest-rank percentile `q` (in percent), which is one of the values; NaN without values.
 
-    But 50 is the median as everywhere else, the mean of the middle two where their number is even:
-    the nearest rank would be the lower of two, a bias that grows as values get fewer.
+    For `q` = 50 it is the usual median, with the mean of the middle two values if their number is
+    even; the nearest rank would be the lower one, which is biased for few values.
     """
     if q == 50:
         return statistics.median(values) if values else math.nan
@@ -30,22 +30,22 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 def has_percentile(n: int, q: float) -> bool:
-    """Whether percentile `q` of `n` values lies below the highest; p99 needs a hundred."""
+    """Whether percentile `q` of `n` values is below the maximum; p99 needs 100 values."""
     return n > 1 and math.ceil(q / 100 * n) < n
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Interval of the median between two measured values, by the binomial law of ranks.
+    """Confidence interval of the median between two of the values, by the binomial law of ranks.
 
-    (Conover, Practical Nonparametric Statistics, 3.2.) Few values cannot give much confidence: five
-    give 0.94 between the lowest and the highest; `confidence` of the result says which is reached.
-    NaN without values.
+    See Conover, Practical Nonparametric Statistics, 3.2. Few values cannot give a high confidence:
+    five give 0.94 between the lowest and the highest. The result's `confidence` is the actual one.
+    The interval is NaN without values.
     """
     ordered = sorted(values)
     n = len(values)
     if not n:
         return Interval(math.nan, math.nan, 0.0)
-    # chance that the median lies below the lowest value
+    # Probability that the median is below the lowest value.
     below = 0.5**n
     rank = 0
     while rank + 1 < n / 2 and below + math.comb(n, rank + 1) * 0.5**n <= (1 - confidence) / 2:

@@ -1,8 +1,8 @@
-"""Where the time went: a record per step, and intervals that partition each request's life.
+"""Records of steps, and timelines whose intervals partition each request's life.
 
-All times are seconds on one monotonic clock (`time.perf_counter`). Nothing here reads a clock:
-callers pass the end of each interval. Unnamed time is `unattributed`, so that reports show it.
-`ledger.py` divides shared steps.
+All times are seconds on one monotonic clock (`time.perf_counter`). This file reads no clock;
+callers pass the end of each interval. Time without a known cause is `unattributed`, so that reports
+show it. `ledger.py` divides shared steps.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from twinphase.phases.work import Cost
 
 
 class IntervalKind(enum.StrEnum):
-    """What a request's time was spent on (the ledger's words)."""
+    """What a request's time was spent on."""
 
     TOKENIZE = "tokenize"
-    # Choosing a worker, messages there and back, and work of a worker that died.
+    # Choosing a worker, messages in both directions, and work of a worker that died.
     ROUTE = "route"
-    # The transfer of its KV blocks to the decode worker, as far as no prefill chunk hides it.
+    # Sending KV blocks to the decode worker, unless it overlaps with a prefill chunk.
     TRANSFER = "transfer"
     # Not running: before the first step, and after each preemption.
     QUEUE = "queue"
-    # Its own share of the steps that computed its prompt.
+    # The request's own share of the steps that prefilled its prompt.
     PREFILL = "prefill"
     # The rest of those steps, and the steps between its chunks.
     PREFILL_WAIT = "prefill_wait"
-    # Its own share of prefill that was repeated after a preemption.
+    # The request's own share of prefill that was repeated after a preemption.
     RECOMPUTE = "recompute"
-    # Its own share of drafting.
+    # The request's own share of drafting.
     DRAFTING = "drafting"
-    # Its own share of the steps that produced its tokens.
+    # The request's own share of the steps that computed its tokens.
     DECODE = "decode"
-    # Time that rejected drafts added to it.
+    # Time added by the request's rejected drafts.
     REJECTED = "rejected"
     # Time that other requests' decodes added to those steps.
     BATCHING = "batching"
@@ -48,7 +48,7 @@ class IntervalKind(enum.StrEnum):
     UNATTRIBUTED = "unattributed"
 
 
-# What every decode step brings.
+# Kinds that occur in every decode step.
 ALTERNATING = {
     IntervalKind.DRAFTING,
     IntervalKind.DECODE,
@@ -65,17 +65,17 @@ class StepRecord:
     """One step of the engine.
 
     Attributes:
-        start: when scheduling began, seconds.
-        end: when the new tokens were committed, seconds; sampling is part of the step.
-        prefill_tokens, decode_tokens: computed in each phase.
+        start: start of scheduling, seconds.
+        end: commit of the new tokens, seconds; sampling is part of the step.
+        prefill_tokens, decode_tokens: number of tokens computed in each phase.
         prefill, decode: work by phase. The weights, read once per step, count as decode when any
             request decodes.
         prefill_ids: requests with a prefill chunk.
-        predicted: what the cost model expected, seconds.
-        times: what was measured within the step.
-        decode_seconds: what the step would have taken without its prefill chunks; 0 without
-            decodes. The rest of it stalled the decodes.
-        chunk_seconds: what it would have taken for each chunk of `prefill_ids` alone.
+        predicted: seconds that the cost model predicted.
+        times: times measured within the step.
+        decode_seconds: seconds that the step would have taken without its prefill chunks; 0 without
+            decodes. The rest of the step stalled the decodes.
+        chunk_seconds: seconds that the step would have taken for each chunk of `prefill_ids` alone.
     """
 
     index: int
@@ -103,12 +103,12 @@ class Interval:
 
     Attributes:
         start, end: seconds.
-        step: index of the step it belongs to; -1 for none, or several.
-        prefill_tokens: of a stall, the others' prompt tokens in that step.
-        caused_by: of a stall, the requests those belong to.
-        reason: of queue, what kept the first in line from being let in (`Batch.held_back`); of
-            route, why that worker.
-        other_tenants: of queue and stall, seconds of it that went to other tenants' work.
+        step: index of its step; -1 for none or several.
+        prefill_tokens: number of other requests' prompt tokens in the step of a stall.
+        caused_by: requests whose prompt tokens caused a stall.
+        reason: why the first request in line was not admitted (`Batch.held_back`), for queue; why
+            that worker was chosen, for route.
+        other_tenants: seconds of a queue or stall interval that were spent on other tenants' work.
     """
 
     kind: IntervalKind
@@ -123,10 +123,10 @@ class Interval:
 
 @dataclass
 class StepTotals(StepTimes):
-    """Sums over steps; the work is that of all requests in them."""
+    """Sums over steps, with the work of all requests in them."""
 
     steps: int = 0
-    decodes: int = 0  # requests that decoded in them
+    decodes: int = 0  # Number of requests that decoded in the steps.
     seconds: float = 0.0
     linear_flops: int = 0
     attention_flops: int = 0
@@ -138,7 +138,7 @@ class StepTotals(StepTimes):
 
     @property
     def outside(self) -> float:
-        """Seconds without a kernel of the model: scheduling, building inputs, choosing tokens."""
+        """Seconds without a kernel of the model: scheduling, building inputs, sampling."""
         if self.device:
             return max(0.0, self.seconds - self.device)
         around = max(0.0, self.seconds - self.executed) if self.executed else 0.0
@@ -159,12 +159,12 @@ class StepTotals(StepTimes):
 class PhaseTotals(StepTotals):
     """Sums over the steps that a request spent in one phase."""
 
-    tokens: int = 0  # of this request
-    # Of the steps without a request in the other phase.
+    tokens: int = 0  # Tokens of this request.
+    # Sums over the steps without a request in the other phase.
     unmixed: StepTotals = field(default_factory=StepTotals)
 
     def add_decodes(self, records: Sequence[StepRecord]) -> None:
-        """Steps that decoded one token of this request each, without prefill or measured parts."""
+        """Add steps that each decoded one token of this request, without prefill."""
         self.tokens += len(records)
         for totals in (self, self.unmixed):
             totals.steps += len(records)
@@ -178,13 +178,13 @@ class PhaseTotals(StepTotals):
 
 @dataclass
 class RequestTimeline:
-    """Intervals that partition one request's [arrival, end]: no gap, no overlap.
+    """Intervals that partition one request's [arrival, end] without gap or overlap.
 
-    Each interval begins where the last one ended.
+    Each interval begins at the end of the previous one.
 
     Attributes:
-        arrival: when the request came, seconds.
-        token_times: when each output token was handed over, seconds.
+        arrival: time of the request's arrival, seconds.
+        token_times: time when each output token was delivered, seconds.
     """
 
     arrival: float
@@ -192,13 +192,13 @@ class RequestTimeline:
     prefill: PhaseTotals = field(default_factory=PhaseTotals)
     decode: PhaseTotals = field(default_factory=PhaseTotals)
     token_times: list[float] = field(default_factory=list)
-    end: float = field(init=False)  # of the last interval
+    end: float = field(init=False)  # End of the last interval.
 
     def __post_init__(self) -> None:
         self.end = self.intervals[-1].end if self.intervals else self.arrival
 
     def mark(self, kind: IntervalKind, until: float, step: int = -1, reason: str = "") -> None:
-        """Everything since the last interval's end, up to `until`, was `kind`."""
+        """Attribute the time since the last interval's end, up to `until`, to `kind`."""
         if until < self.end:
             raise ValueError(f"{kind.value} would end at {until}, before {self.end}")
         if until > self.end:
@@ -206,7 +206,7 @@ class RequestTimeline:
             self.end = until
 
     def extend(self, kind: IntervalKind, until: float, reason: str = "") -> None:
-        """Mark an interval, or lengthen the last one if it has the same kind and reason."""
+        """Mark an interval, or extend the last one if it has the same kind and reason."""
         last = self.intervals[-1] if self.intervals else None
         if last is not None and last.kind is kind and last.reason == reason and until > self.end:
             last.end = self.end = until
@@ -214,9 +214,9 @@ class RequestTimeline:
             self.mark(kind, until, reason=reason)
 
     def queue_until(self, until: float, reason: str, other_tenants: float = 0.0) -> None:
-        """The request was not running; `reason` held the first in line back most of that time.
+        """The request queued; `reason` held the first request in line back for most of that time.
 
-        For `other_tenants` seconds of it, the work of other tenants was done.
+        `other_tenants` is the seconds of it that were spent on other tenants' work.
         """
         waited = until - self.end
         self.extend(IntervalKind.QUEUE, until, reason)
@@ -224,12 +224,12 @@ class RequestTimeline:
             self.intervals[-1].other_tenants += min(waited, max(0.0, other_tenants))
 
     def settle(self, until: float) -> None:
-        """What the engine wrote down after the last step belongs to that step."""
+        """Attribute the engine's bookkeeping after the last step to that step."""
         if until > self.end and self.intervals:
             self.intervals[-1].end = self.end = until
 
     def text_until(self, until: float, alone: bool) -> None:
-        """The front end handled text up to `until`: this request's if `alone`, else others'."""
+        """Attribute text processing up to `until` to this request if `alone`, else to others."""
         if until <= self.end:
             return
         if alone:
@@ -247,7 +247,7 @@ class RequestTimeline:
     def add_prefill(
         self, record: StepRecord, num_tokens: int, own: float, again: float = 0.0
     ) -> None:
-        """A step computed a chunk of `num_tokens`.
+        """Add a step that computed a chunk of `num_tokens` of the prompt.
 
         The request's share of the step is `own` seconds, `again` of them for tokens computed before
         a preemption.
@@ -267,11 +267,11 @@ class RequestTimeline:
         drafting: float = 0.0,
         rejected: float = 0.0,
     ) -> None:
-        """A step decoded `num_tokens` of this request; `own` seconds of the step are its share.
+        """Add a step that decoded `num_tokens`; `own` seconds of the step are the request's share.
 
-        Of these, `drafting` seconds went to guesses, and `rejected` ones to computing those that
-        were wrong. Without the prefill chunks in it the step would have taken `decodes` seconds;
-        the fraction `others` of their tokens is other tenants'.
+        `drafting` seconds of the share were spent on drafting, and `rejected` seconds on rejected
+        drafts. Without its prefill chunks the step would have taken `decodes` seconds; the fraction
+        `others` of the chunks' tokens belongs to other tenants.
         """
         self._begin(record, self.decode, num_tokens)
         self.mark_decode(record, own, decodes, others, drafting, rejected)
@@ -285,7 +285,7 @@ class RequestTimeline:
         drafting: float = 0.0,
         rejected: float = 0.0,
     ) -> None:
-        """The intervals of `add_decode`, without its sums."""
+        """Mark the intervals of `add_decode` without adding to its sums."""
         for kind, seconds in (
             (IntervalKind.DRAFTING, drafting),
             (IntervalKind.DECODE, own - rejected),
@@ -293,7 +293,7 @@ class RequestTimeline:
             (IntervalKind.BATCHING, decodes),
         ):
             until = min(record.end, record.start + seconds)
-            if until > self.end:  # Of the four, two are nearly always empty.
+            if until > self.end:  # Two of the four intervals are nearly always empty.
                 self.mark(kind, until, record.index)
         if record.end > self.end:
             stall = Interval(
@@ -309,7 +309,7 @@ class RequestTimeline:
             self.end = record.end
 
     def skip_step(self, record: StepRecord) -> None:
-        """A step computed others' chunks only."""
+        """Add a step that computed only other requests' chunks."""
         if record.end > self.end:
             self.extend(IntervalKind.PREFILL_WAIT, record.end)
 
@@ -320,7 +320,7 @@ class RequestTimeline:
             totals.unmixed.add(record)
 
     def copy(self) -> RequestTimeline:
-        """An independent copy, safe while another thread extends the timeline."""
+        """An independent copy, safe while another thread extends this timeline."""
         intervals = [replace(interval) for interval in self.intervals[:]]
         return RequestTimeline(
             self.arrival,
@@ -331,11 +331,11 @@ class RequestTimeline:
         )
 
     def compact(self) -> None:
-        """Join what an answer alternates between, so that a long one's timeline is short.
+        """Merge the intervals that decode steps alternate between, to keep long timelines short.
 
-        The order of `decode` and `batching` within a step is notional anyway. Between stalls, and
-        other intervals that stand for themselves, each kind becomes one interval, in the order in
-        which the kinds came; the sums stay.
+        The order of `decode` and `batching` within a step has no meaning. Between intervals of
+        other kinds, such as stalls, each kind becomes one interval, in the order of the kinds'
+        first occurrence; the sums do not change.
         """
         joined: list[Interval] = []
         run: dict[IntervalKind, float] = {}
@@ -360,14 +360,14 @@ class RequestTimeline:
         self.intervals = joined
 
     def hand_over_tokens(self, count: int, now: float) -> None:
-        """`count` output tokens were handed to the reader at `now`."""
+        """Note that `count` output tokens were delivered to the reader at `now`."""
         self.token_times.extend([now] * count)
 
     def seconds(self, kind: IntervalKind) -> float:
         return sum(i.end - i.start for i in self.intervals if i.kind is kind)
 
     def totals(self) -> dict[str, float]:
-        """Seconds by kind, every kind present; they add up to `end - arrival`."""
+        """Seconds of every kind; they add up to `end - arrival`."""
         sums = dict.fromkeys((kind.value for kind in IntervalKind), 0.0)
         for interval in self.intervals:
             sums[interval.kind.value] += interval.end - interval.start

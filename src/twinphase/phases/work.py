@@ -1,7 +1,7 @@
-"""What a step must do by the algorithm: floating-point operations and bytes, from a model's shape.
+"""The FLOP and bytes that the algorithm of a step requires, from a model's shape.
 
-These are the numerators of MFU and MBU. Activations are left out, and so is what an
-implementation does on top. Not for measured rates, ceilings or times.
+These are the numerators of MFU and MBU. They exclude activations and any extra work of an
+implementation. Measured rates and times are in other files.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from twinphase.weights.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The plain numbers that the formulas need.
+    """The sizes of a model that the formulas need.
 
     Attributes:
-        linear_parameters: weights of the matrices that every row goes through, P; not the
-            embedding. Of experts, those that a row is sent to.
-        head_parameters: weights that only rows with logits go through: the output head, and the
-            last layer's matrices after its attention.
-        linear_bytes, head_bytes: both as stored, experts left out.
-        num_layers, num_heads, num_kv_heads, head_dim: L (of layers that attend), H (query heads),
-            H_kv and d (the mean, where layers differ).
-        kv_token_bytes: of one token in the KV cache as the backend stores it; 0 for the formula
-            with float16.
-        state_bytes: of a sequence's state in recurrent layers.
-        window: tokens that a row attends to at most in `windowed_layers` of the layers; None where
-            none has a window.
-        shared_kv_layers: layers at the end that attend to the KV of others; only rows with logits
-            go through them.
+        linear_parameters: P, weights of the matrices that every row is multiplied with, without the
+            embedding; of the experts, only those that a row is routed to.
+        head_parameters: weights that only rows with logits are multiplied with: the output head,
+            and the last layer's matrices after its attention.
+        linear_bytes, head_bytes: stored bytes of both, without experts.
+        num_layers, num_heads, num_kv_heads, head_dim: L (layers with attention), H (query heads),
+            H_kv, and d (mean over the layers).
+        kv_token_bytes: bytes per token in the KV cache as the backend stores it; 0 stands for the
+            formula with float16.
+        state_bytes: bytes of a sequence's state in recurrent layers.
+        window: maximum tokens that a row attends to in `windowed_layers` of the layers; None
+            without a window.
+        shared_kv_layers: number of last layers that attend to the KV of earlier layers; only rows
+            with logits use them.
         num_experts, experts_per_row: E and k of every layer; 0 in a dense model.
-        expert_bytes, head_expert_bytes: of all experts; the latter are those of the last layer.
+        expert_bytes, head_expert_bytes: bytes of all experts, and of those of the last layer.
     """
 
     linear_parameters: int
@@ -57,7 +57,7 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the matrices that a step reads; the embedding counts only as the head."""
+        """Bytes of the matrices that a step reads; the embedding counts only if it is the head."""
         return self.linear_bytes + self.head_bytes + self.expert_bytes + self.head_expert_bytes
 
     @property
@@ -66,21 +66,21 @@ class ModelShape:
         return self.windowed_layers / self.num_layers
 
     def mean_attended(self, context: float) -> float:
-        """Tokens that a row with `context` tokens (itself too) attends to: mean over layers."""
+        """Tokens that the last row of a context attends to, itself included: mean over layers."""
         if self.window is None:
             return context
         return context - self.windowed_share * (context - min(context, self.window))
 
 
 def model_shape(checkpoint: Checkpoint, blueprint: Blueprint) -> ModelShape:
-    """The cost formulas' numbers of an open model; bytes in the checkpoint's own precision."""
+    """The sizes of an open model for the cost formulas; bytes in the checkpoint's own precision."""
     return make_shape(blueprint, count_parameters(blueprint), stored_bytes(checkpoint, blueprint))
 
 
 def make_shape(
     blueprint: Blueprint, parameters: Size, nbytes: Size, kv_token_bytes: int = 0
 ) -> ModelShape:
-    """The numbers of the cost formulas for a model given by its parameter and byte counts."""
+    """The sizes for the cost formulas of a model given by its parameter and byte counts."""
     b = blueprint
     experts = blueprint.experts
     attending = [layer for layer in range(b.num_layers) if b.attends(layer)]
@@ -96,7 +96,7 @@ def make_shape(
         num_kv_heads=b.num_kv_heads,
         head_dim=sum(b.kv_shape(layer).head_dim for layer in attending) // len(attending),
         kv_token_bytes=kv_token_bytes or round(b.kv_bytes(lambda dim: 4 * dim)),
-        window=max(windowed, default=None),  # a model has one size
+        window=max(windowed, default=None),  # A model has a single window size.
         windowed_layers=len(windowed),
         shared_kv_layers=b.shared_kv_layers,
         num_experts=experts.count if experts else 0,
@@ -108,12 +108,12 @@ def make_shape(
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of (a part of) a step; costs add up.
+    """Work of a step or of a part of one; costs add up.
 
     Attributes:
-        linear_flops: of the layers' matrices and the output head.
-        attention_flops: of queries by keys and of weights by values, half each.
-        bytes: weights, KV read and KV written.
+        linear_flops: FLOP of the layers' matrices and the output head.
+        attention_flops: FLOP of queries by keys and of weights by values, half each.
+        bytes: bytes of weights, KV read and KV written.
     """
 
     linear_flops: int = 0
@@ -141,8 +141,8 @@ def weight_bytes_read(shape: ModelShape, rows: int, num_logits: int) -> int:
     """Weight bytes that a step of `rows` rows reads, each once; the head's only for logits.
 
     Of E experts, k per row, n rows reach E (1 - (1 - k / E)^n) if they choose evenly and
-    independently: so much of the experts' bytes is counted. In the last layer only the rows with
-    logits choose.
+    independently: the corresponding share of the experts' bytes is counted. In the last layer only
+    the rows with logits choose experts.
     """
     dense = shape.linear_bytes + (shape.head_bytes if num_logits else 0)
     if not shape.num_experts:
@@ -167,7 +167,7 @@ def step_cost(shape: ModelShape, work: StepWork) -> Cost:
     prefill = whole * work.prefill_contexts + near * work.windowed_prefill_contexts
     writing = shape.num_layers - shape.shared_kv_layers
     contexts += prefill * writing // shape.num_layers
-    kv_tokens = whole * work.kv_tokens + near * work.windowed_kv_tokens  # of one layer each
+    kv_tokens = whole * work.kv_tokens + near * work.windowed_kv_tokens  # The values are per layer.
     attention = 4 * shape.num_heads * shape.head_dim * contexts
     return Cost(linear, attention, kv_tokens * kv_bytes_per_token(shape) // writing)
 

@@ -1,7 +1,7 @@
-"""Step times of a machine with a model, learned from a step log, for simulations.
+"""Learns the step times of a machine with a model from a step log, for simulations.
 
-The log of a real server (`serve --trace-file`) has the work and the time of each step, and the
-time between steps. The cost model learns from it as the server's own cost model did.
+The step log of a server (`serve --trace-file`) has each step's work and time, and the time between
+steps. The cost model learns from it as the server's own cost model did.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from twinphase.simulate.spec import Front, WorkerSpec
 from twinphase.weights.storage import cache_root, write_atomically
 
 FORMAT = "twinphase-calibration-3"
-# Steps at the start of a log, whose kernels and caches are cold.
+# Number of first steps of a log, whose kernels and caches are cold.
 WARM_UP_STEPS = 32
 MIN_STEPS = 200
 MAX_NOISE = 4096
@@ -40,12 +40,12 @@ class Calibration:
     """Measured step times of a machine with a model.
 
     Attributes:
-        model, processor, threads, date: what was measured, and when.
-        costs: arguments of the cost model.
+        model, processor, threads, date: subject and date of the measurement.
+        costs: arguments of `CostModel`.
         config: the engine's resolved configuration.
         between_steps, between_steps_per_request, noise, prefill_noise: as in `WorkerSpec`.
         front: times outside the engine.
-        steps: number of steps that it was learned from.
+        steps: number of measured steps.
         source: source of the step times, one of `ERROR_SOURCES`.
         median_error: median relative error of the cost model's last predictions.
     """
@@ -85,10 +85,10 @@ class Calibration:
         )
 
     def save(self, path: Path) -> None:
-        """Write it as JSON.
+        """Write the calibration as JSON.
 
         Raises:
-            StorageError: no space or no right to write.
+            StorageError: the file cannot be written.
         """
         try:
             write_atomically(path, json.dumps({"format": FORMAT, **asdict(self)}).encode())
@@ -99,10 +99,10 @@ class Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Read a saved calibration, or learn one from a step log; the machine may have changed since.
+    """Read a saved calibration, or learn one from a step log.
 
     Raises:
-        InvalidRequestError: the file is neither.
+        InvalidRequestError: the file is neither of these.
     """
     try:
         with path.open("rb") as file:
@@ -136,12 +136,12 @@ def calibration_of(
     Args:
         log: step log of a server on the machine in question.
         model: name of the model, for reports.
-        front: times of requests outside the engine, if they were measured.
-        first: number of first steps whose variation is not learned.
-        least: number of steps that are needed after those.
+        front: measured times of requests outside the engine, if any.
+        first: number of first steps to ignore in the noise.
+        least: minimum number of steps after those.
 
     Raises:
-        InvalidRequestError: not a step log, or one with too few steps.
+        InvalidRequestError: the file is not a step log, or has too few steps.
     """
     steps: list[tuple[StepWork, float]] = []
     gaps: list[tuple[int, float]] = []
@@ -165,8 +165,8 @@ def calibration_of(
             "Run a load against the server for half a minute.",
         )
     fixed, per_request = _gap_line(gaps)
-    # The cost model's pace at the end of the log is that of its last steps. The prices must be
-    # those of all steps, so that their total time is kept.
+    # The cost model's pace at the end of the log reflects the last steps only. The prices must
+    # reflect all steps, so that the total time is kept.
     costs = last.cost_model
     predicted = [costs.seconds(work) for work, _ in steps]
     pace = sum(seconds for _, seconds in steps) / sum(predicted)
@@ -194,10 +194,10 @@ def calibration_of(
 
 
 def _noise(steps: Sequence[tuple[float, float]]) -> list[float]:
-    """Measured / predicted seconds of the last steps, whose mean keeps the total time.
+    """Ratios measured / predicted of the last steps, scaled so that the total time is kept.
 
-    Short steps vary more than long ones. Without the correction their ratios, which a simulation
-    also draws for long steps, would make all steps longer by several per cent.
+    Short steps vary more than long ones. A simulation also draws their ratios for long steps, which
+    would lengthen all steps by several percent without the scaling.
     """
     last = steps[-MAX_NOISE:]
     if not last:
@@ -209,10 +209,10 @@ def _noise(steps: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def _gap_line(gaps: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds between steps: a fixed part and a part per request; neither is negative.
+    """A line through the seconds between steps: a fixed part and a part per request, both >= 0.
 
-    The line is fitted to the median of each batch size, so that single pauses do not tilt it. Then
-    it is raised until the total time of all gaps is kept.
+    The line is fitted to the median of each batch size, so that single pauses do not tilt it, and
+    then raised to keep the total time of all gaps.
     """
     if not gaps:
         return 0.0, 0.0

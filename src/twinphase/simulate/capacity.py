@@ -1,6 +1,6 @@
-"""The share of a load that one worker can serve, from its step times alone.
+"""Computes the share of a load that one worker can serve, from its step times alone.
 
-A search for a plan begins here. Queues are left to the simulation.
+A search for a plan begins with this estimate, which ignores queues; the simulation adds them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class LoadShape:
 
     Attributes:
         rate: requests per second.
-        prompt, output: tokens of a request; `cached` of the prompt are expected in the cache.
+        prompt, output: tokens per request; `cached` of the prompt's tokens are expected in the
+            cache.
         long_prompt: 99th percentile of the prompt lengths, in tokens.
     """
 
@@ -39,12 +40,12 @@ class Capacity:
 
     Attributes:
         prefill_seconds: prefill time of the mean request.
-        decode_seconds: decode time of the mean request, in the largest batch that is allowed.
-        batch: size of that batch; its step takes `step_seconds`, and `limited_by` names its limit.
+        decode_seconds: decode time of the mean request, in the largest allowed batch.
+        batch: size of that batch; its step takes `step_seconds`, and `limited_by` names the limit.
         long_prompt_seconds: prefill time of a long prompt on an idle worker.
         kv_tokens: number of tokens that the KV cache holds.
-        prefill_limits, decode_limits: seconds of a mean chunk and of a step by what they wait for;
-            empty for measured step times.
+        prefill_limits, decode_limits: seconds of a mean chunk and of a step by bottleneck; empty
+            for measured step times.
     """
 
     prefill_seconds: float
@@ -75,9 +76,9 @@ def capacity_of(
     Args:
         worker: the worker, with its step times.
         load: mean values of the load.
-        itl: gap between tokens that its steps keep, seconds.
-        drafts: most tokens drafted for each decode.
-        acceptance: probability that a draft is right if those before it are.
+        itl: maximum gap between tokens, seconds.
+        drafts: maximum drafted tokens per decode.
+        acceptance: probability that a draft is accepted if those before it are.
     """
     times = worker.times
     config = worker.config
@@ -112,7 +113,7 @@ def capacity_of(
         return times.seconds(chunk(prompt, cached)) + max(0.0, steps - 1) * fixed
 
     def per_token(count: int) -> float:
-        """Seconds of a step with that number of drafts per request, per token that it yields."""
+        """Seconds of a step with `count` drafts per request, divided by its new tokens."""
         rows = batch * (1 + count)
         plain = StepWork.of_decodes(batch, context, times.window)
         work = plain._replace(

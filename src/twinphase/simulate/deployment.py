@@ -1,4 +1,4 @@
-"""A deployment as the options of `simulate` and `plan` describe it, and its simulated fleet."""
+"""A deployment given by the options of `simulate` and `plan`, and its simulated fleet."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from twinphase.simulate.estimated import CPU, GPU, Efficiency, EstimatedCost
 from twinphase.simulate.spec import FleetSpec, Front, WorkerSpec
 from twinphase.speculative import speculative_config
 
-# Share of a device's memory for weights and KV; activations and the runtime take the rest (vLLM).
+# Share of a device's memory for weights and KV, as in vLLM; the rest is for activations and the
+# runtime.
 MEMORY_SHARE = 0.9
-# KV blocks between two workers of one machine, and over a link of 200 Gbit/s.
+# Bytes per second of KV blocks between two workers of one machine, and over a link of 200 Gbit/s.
 LOCAL_KV_BYTES_PER_SECOND = 4e8
 LINK_KV_BYTES_PER_SECOND = 25e9
-# Seconds of HTTP and the first piece of text, and of tokenizing per token.
+# Seconds per request for HTTP and the first piece of text, and per token for tokenizing.
 ASSUMED_FRONT = Front(request=2e-3, per_prompt_token=2e-6)
 PROCESSORS = ("epyc", "xeon", "graviton")
 
@@ -46,9 +47,9 @@ class Machine:
     Attributes:
         name: "this", or the name of a datasheet.
         calibration: measured step times; None if this model was not measured here.
-        mfu, mbu: efficiencies that replace the usual ones.
-        devices: number of devices of a worker, which share every layer.
-        measured_by: "bench" or "roofline", if MFU and MBU come from such a result.
+        mfu, mbu: efficiencies that replace the defaults.
+        devices: number of devices per worker; all of them share every layer.
+        measured_by: "bench" or "roofline" if MFU and MBU come from such a result.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Machine:
 
     @property
     def source(self) -> str:
-        """Where its step times come from, one of `ERROR_SOURCES`."""
+        """The source of the step times, one of `ERROR_SOURCES`."""
         if self.calibration is not None:
             return self.calibration.source
         return self.measured_by or "datasheet"
@@ -82,12 +83,12 @@ class Deployment:
 
     Attributes:
         model: a known name, a file, or a model in the cache.
-        machine: hardware of each worker; the decode pool may have another, `decode_machine`.
-        roles: one per worker.
+        machine: hardware of each worker; `decode_machine` may replace it in the decode pool.
+        roles: one role per worker.
         engine: options of `EngineConfig`.
         dtype: storage type of the weights; "" as in the model's file.
         drafts, acceptance: as in `FleetSpec`.
-        kv_bytes_per_second: rate between two workers; None is the usual rate.
+        kv_bytes_per_second: transfer rate between two workers; None is the default rate.
     """
 
     model: str
@@ -102,7 +103,7 @@ class Deployment:
 
     @property
     def source(self) -> str:
-        """Where its step times come from: of two machines, the worse one."""
+        """The source of the step times; with two machines, the less accurate one."""
         return coarsest(one.source for one in (self.machine, self.decode_machine) if one)
 
     @cached_property
@@ -110,7 +111,7 @@ class Deployment:
         return read_shape(self.model)
 
     def scenario(self, machine: Machine) -> Scenario:
-        """Precisions, KV bytes and efficiencies on a machine that is not measured."""
+        """Precisions, KV bytes and efficiencies on a machine that was not measured."""
         b = self.decoder.blueprint
         kind = self.engine.get("kv_cache_dtype", "auto")
         each = 1 if kind == "int8" else 2
@@ -125,7 +126,7 @@ class Deployment:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The cost formulas' numbers, with the KV bytes of the first machine."""
+        """The sizes for the cost formulas, with the KV bytes of the first machine."""
         machine = self.machine
         if machine.name != "this":
             return cost_shape(self.decoder, self.dtype, self.scenario(machine).kv_head_bytes)
@@ -164,7 +165,7 @@ class Deployment:
         return replace(config, num_kv_blocks=blocks, max_model_len=length).resolve(context)
 
     def worker(self, role: Role) -> WorkerSpec:
-        """A worker of the pool with that role."""
+        """A worker of the pool with role `role`."""
         machine = (self.decode_machine if role == "decode" else None) or self.machine
         config = self.config(machine)
         if machine.calibration is not None:
@@ -189,7 +190,7 @@ class Deployment:
             ) from None
 
     def fleet(self, seed: int = 0, *, ledgers: bool = True) -> FleetSpec:
-        """The fleet to simulate; it raises the errors of `config` and `times`."""
+        """The fleet to simulate; raises the errors of `config` and `times`."""
         here = self.machine.name == "this"
         by_role = {role: self.worker(role) for role in dict.fromkeys(self.roles)}
         workers = [by_role[role] for role in self.roles]
@@ -221,7 +222,7 @@ class Deployment:
 
 
 def roles_of(replicas: int | None, prefill: int | None, decode: int | None) -> tuple[Role, ...]:
-    """The workers' roles, by the options of `serve`."""
+    """The workers' roles for these numbers of workers, as in `serve`."""
     if prefill and decode:
         readers: list[Role] = ["prefill"] * prefill
         decoders: list[Role] = ["decode"] * decode
@@ -236,5 +237,5 @@ def threads_of_each(num_workers: int) -> int:
 
 
 def drafted(speculation: str) -> int:
-    """Most tokens that a method drafts per request; raises the errors of `speculative_config`."""
+    """Maximum tokens that a method drafts per request; errors as of `speculative_config`."""
     return speculative_config(speculation).num_speculative_tokens

@@ -1,4 +1,4 @@
-"""Measured errors of simulations against real servers, which every report states."""
+"""Measured errors of simulations relative to real servers, which every report states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
-# Where step times come from, the best first.
+# Sources of step times, the most accurate first.
 ERROR_SOURCES = {
     "steps": "the steps of the same server, measured minutes before",
     "kept": "steps that were measured earlier, or on another server",
@@ -22,7 +22,7 @@ ERROR_SOURCES = {
 }
 KEPT = "kept"
 FILE = Path(__file__).with_name("errors.json")
-# Probability with which a real figure lies inside its band.
+# Probability that a real figure lies inside its band.
 COVERAGE = 0.8
 FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "goodput")
 NAMES = {
@@ -39,16 +39,16 @@ class Trial:
     """One configuration under one trace, run on a real server and simulated.
 
     Attributes:
-        machine, model, date: what ran, and when.
-        configuration, trace: what was run.
+        machine, model, date: subject and date of the real run.
+        configuration, trace: configuration and load of the run.
         requests: number of requests in the trace.
         utilisation: busy share of the workers in the simulation.
-        real, simulated: figures by name; seconds, and requests per second. A published table may
+        real, simulated: figures by name, in seconds or requests per second; published tables may
             lack some.
         spread: (highest - lowest) / median of repeated real runs; empty with one run.
-        source: where the simulation's step times come from, one of `ERROR_SOURCES`.
-        hindsight: figures simulated with the step times of the trace's own run, which has no error
-            of a machine that changed since its calibration; empty where they were not logged.
+        source: source of the simulation's step times, one of `ERROR_SOURCES`.
+        hindsight: figures simulated with the step times of the real run itself, so that they
+            exclude changes of the machine since its calibration; empty if these were not logged.
     """
 
     machine: str
@@ -75,7 +75,7 @@ class Trial:
         return real / simulated if real and simulated else None
 
     def hindsight_error(self, figure: str) -> float:
-        """Error of the simulation with the run's own step times."""
+        """Error of a simulation with the real run's own step times."""
         return self._error(self.hindsight, figure)
 
     def _error(self, simulated: Mapping[str, float], figure: str) -> float:
@@ -84,7 +84,7 @@ class Trial:
 
 
 def read_trials(path: Path = FILE) -> list[Trial]:
-    """The stored trials; empty where there are none."""
+    """The stored trials; empty if there is no file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[Trial])
     except (OSError, ValueError):
@@ -102,11 +102,11 @@ class Band:
     """The range of a real server's figure around the simulated one.
 
     Attributes:
-        name: the figure, "TTFT p50".
+        name: name of the figure, such as "TTFT p50".
         factor: the range is from simulated / factor to simulated * factor.
-        pairs: number of pairs of a real and a simulated run from which it was computed.
-        is_least: whether there are too few pairs of the source; the band is that of better
-            sources, so that the range is at least this wide.
+        pairs: number of pairs of a real and a simulated run behind the band.
+        is_least: whether the source has too few pairs, so that the band is a better source's, and
+            the true range is at least this wide.
     """
 
     coverage: ClassVar[float] = COVERAGE
@@ -116,7 +116,7 @@ class Band:
     is_least: bool = False
 
     def around(self, value: float) -> tuple[float, float]:
-        """Lower and upper end."""
+        """The band's lower and upper end around a simulated value."""
         return value / self.factor, value * self.factor
 
     def as_json(self, value: float) -> dict[str, float | bool]:
@@ -125,22 +125,22 @@ class Band:
         return {"low": low, "high": high, "pairs": self.pairs, "at_least": self.is_least}
 
     def contains(self, bound: float, value: float) -> bool:
-        """Whether a bound lies inside the band of a simulated value: too close to say."""
+        """Whether a bound lies inside the band of a simulated value, which is too close to call."""
         low, high = self.around(value)
         return low <= bound <= high
 
 
 def bands(trials: Sequence[Trial], source: str) -> dict[str, Band]:
-    """The band of each figure that trials imply; figures without any trial are missing.
+    """The band of each figure that has trials.
 
-    It is a split conformal interval (Lei et al., 2018, arXiv:1604.04173): of n pairs, the one with
-    rank ceil((n + 1) * COVERAGE) by the size of its logarithmic error sets the width. A new pair
-    lies inside with that probability if it is like those. A source is never given a narrower band
-    than a better one, and one with too few pairs has the band of the next worse one.
+    It is a split conformal interval (Lei et al., 2018, arXiv:1604.04173): the absolute logarithmic
+    error with rank ceil((n + 1) * COVERAGE) among n pairs sets the width. A new pair of the same
+    kind lies inside with probability COVERAGE. A source never gets a narrower band than a better
+    one, and a source with too few pairs gets the band of the next worse one.
 
     Args:
         trials: the stored trials.
-        source: where the step times of a simulation come from, one of `ERROR_SOURCES`.
+        source: source of a simulation's step times, one of `ERROR_SOURCES`.
     """
     found = {figure: _band(trials, figure, source) for figure in FIGURES}
     return {figure: band for figure, band in found.items() if band is not None}
@@ -163,7 +163,7 @@ def _band(trials: Sequence[Trial], figure: str, source: str) -> Band | None:
 
 
 def _own_band(trials: Sequence[Trial], figure: str, source: str) -> Band | None:
-    """The band by the trials of one source; None if they are too few."""
+    """The band from the trials of one source; None if there are too few."""
     ratios = [trial.ratio(figure) for trial in trials if trial.source == source]
     sizes = sorted(abs(math.log(ratio)) for ratio in ratios if ratio is not None)
     rank = math.ceil((len(sizes) + 1) * COVERAGE)
@@ -173,13 +173,13 @@ def _own_band(trials: Sequence[Trial], figure: str, source: str) -> Band | None:
 
 
 def level_figure(name: str, percentile: float) -> str:
-    """The figure whose band is used for a latency at a percentile: "ttft", "itl" or "tpot"."""
+    """The figure whose band applies to a latency at a percentile: "ttft", "itl" or "tpot"."""
     end = "p99" if percentile > 75 else "p50"
     return f"{'ttft' if name == 'ttft' else 'itl'}_{end}"
 
 
 def coarsest(sources: Iterable[str]) -> str:
-    """The source with the widest bands, for a fleet whose step times come from several."""
+    """The source with the widest bands among several."""
     return max(sources, key=[*ERROR_SOURCES].index)
 
 
@@ -188,7 +188,7 @@ def error_sentence(trials: Sequence[Trial], source: str) -> str:
 
     Args:
         trials: the stored trials.
-        source: where its step times come from, one of `ERROR_SOURCES`.
+        source: source of its step times, one of `ERROR_SOURCES`.
     """
     own = [trial for trial in trials if trial.source == source]
     if not trials:

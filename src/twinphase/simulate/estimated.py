@@ -1,4 +1,4 @@
-"""Step times of other hardware, from datasheet peaks at stated efficiencies."""
+"""Step times of other hardware, from datasheet peaks and stated efficiencies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from twinphase.phases.cost import CostModel
 from twinphase.phases.work import ModelShape, step_cost, weight_bytes_read
 from twinphase.scheduler.chunk import StepCost
 
-# Two reductions per layer over all ranks; each waits for the slowest and for the link.
+# There are two reductions per layer over all ranks; each waits for the slowest rank and the link.
 SECONDS_PER_REDUCTION = 10e-6
 
 
@@ -22,7 +22,7 @@ class Efficiency:
         mfu: share of the peak FLOP/s in prefill.
         mbu: share of the memory bandwidth in decode.
         step_seconds: additional time per step, for scheduling and launching kernels.
-        source: where the figures come from.
+        source: source of the figures.
     """
 
     mfu: float
@@ -50,7 +50,7 @@ CPU = Efficiency(
 
 
 class EstimatedCost(CostModel):
-    """Predicts a step by the formulas of `twinphase estimate`, and learns nothing.
+    """Predicts a step by the formulas of `twinphase estimate`; it does not learn.
 
     The linear layers and attention run one after the other; each takes the longer of its arithmetic
     and its bytes.
@@ -63,7 +63,7 @@ class EstimatedCost(CostModel):
         scenario: Scenario,
         step_seconds: float,
     ) -> None:
-        """Use the peaks of `hardware` at the MFU and MBU of `scenario`.
+        """Use the peaks of `hardware` with the MFU and MBU of `scenario`.
 
         Raises:
             ValueError: a peak or the bandwidth is unknown.
@@ -93,11 +93,11 @@ class EstimatedCost(CostModel):
 
     @property
     def is_even(self) -> bool:
-        """Whether the bytes of a step grow by the same number with each token of its contexts."""
+        """Whether a step's bytes grow by a constant number with each token of its contexts."""
         return self.window is None and not self._shape.shared_kv_layers
 
     def limits(self, work: StepWork) -> dict[str, float]:
-        """Seconds of a step by their limit: "arithmetic", "bandwidth" or "overhead"."""
+        """Seconds of a step by bottleneck: "arithmetic", "bandwidth" or "overhead"."""
         cost = step_cost(self._shape, work)
         weights = weight_bytes_read(self._shape, work.rows, work.logits)
         found = {"arithmetic": 0.0, "bandwidth": 0.0, "overhead": self._fixed}
@@ -109,9 +109,9 @@ class EstimatedCost(CostModel):
         return found
 
     def decode_seconds(self, work: StepWork, number: int) -> list[float]:
-        """Seconds of a decode step and of the steps after it, whose contexts grow by one token.
+        """Seconds of a decode step and of the following steps, each with contexts one token longer.
 
-        The work besides KV stays the same, and that of KV grows evenly (see `is_even`).
+        The work besides KV is constant, and the work of KV grows linearly (see `is_even`).
         """
         first = step_cost(self._shape, work)
         second = step_cost(self._shape, _later(work, 1))
@@ -130,7 +130,7 @@ class EstimatedCost(CostModel):
 
 
 def decode_works(batch: Batch, number: int) -> list[StepWork]:
-    """The work of a decode step and of those after it, each with contexts one token longer."""
+    """The work of a decode step and of the following ones, each with contexts one token longer."""
     window = batch.window
     works = [_later(batch.work, step) for step in range(number)]
     if window is None:
@@ -151,7 +151,7 @@ def decode_seconds(times: StepCost, batch: Batch, number: int) -> list[float]:
 
 
 def _later(work: StepWork, steps: int) -> StepWork:
-    """The work of the same decodes `steps` steps later; windows are not considered."""
+    """The work of the same decodes `steps` steps later; windows are ignored."""
     more = steps * work.sequences
     return work._replace(
         decode_contexts=work.decode_contexts + more, kv_tokens=work.kv_tokens + more

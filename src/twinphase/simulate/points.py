@@ -13,7 +13,7 @@ from twinphase.phases.hardware import processor_name
 from twinphase.simulate.calibration import Calibration
 from twinphase.simulate.deployment import ASSUMED_FRONT, Deployment
 
-# Times that the cost model sees every point, until its prices have settled.
+# Number of times that the cost model sees every point, which lets its prices converge.
 ROUNDS = 40
 
 
@@ -22,7 +22,7 @@ class MeasuredPoint:
     """A prefill of `tokens`, or a decode step of `batch` sequences after `tokens` tokens each.
 
     Attributes:
-        seconds: time of the whole prefill, or of the decode step.
+        seconds: time of the whole prefill or of the decode step.
     """
 
     phase: str
@@ -31,7 +31,7 @@ class MeasuredPoint:
     batch: int = 1
 
     def works(self, chunk: int, window: int | None) -> list[StepWork]:
-        """The work of its steps; prompts are divided into chunks."""
+        """The work of the point's steps; prompts are divided into chunks."""
         if self.phase == "decode":
             return [StepWork.of_decodes(self.batch, self.tokens + 1, window)]
         return [
@@ -48,15 +48,15 @@ class MeasuredPoint:
 def calibration_of_points(
     points: Sequence[MeasuredPoint], deployment: Deployment, source: str
 ) -> Calibration:
-    """Fit prices to the points; steps do not vary, and no time passes between them.
+    """Fit prices to the points; the calibration has no noise and no time between steps.
 
     Args:
         points: measured points of both phases.
-        deployment: the model on this machine, with the options of the measurement.
+        deployment: model on this machine, with the options of the measurement.
         source: "bench" or "roofline".
 
     Raises:
-        InvalidRequestError: a phase is missing.
+        InvalidRequestError: one of the phases has no points.
     """
     if {point.phase for point in points} != {"prefill", "decode"}:
         raise InvalidRequestError(

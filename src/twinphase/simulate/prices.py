@@ -1,4 +1,4 @@
-"""Prices of tokens: the price of the workers' time, divided among their uses."""
+"""Prices of tokens: divides the price of the workers' time among the tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ class TokenPrices:
     """Prices of a load, in the unit of the given prices.
 
     A worker's price, idle time included, is divided between the phases in proportion to its busy
-    time. Within prefill, a cached token is charged for the attention that it adds to the prompts
-    that found it; within decode, a token is charged for its predicted share of the steps at its
-    position.
+    time. Within prefill, a cached token is charged for the attention of later tokens to it; within
+    decode, a token is charged for its predicted share of the steps at its position.
 
     Attributes:
         total: price of the whole load.
         prefill, decode: the parts of `total`.
-        input, cached, thinking, answer: per million tokens of each kind; None where there are none.
+        input, cached, thinking, answer: prices per million tokens; None for kinds without tokens.
         request: price of the mean request.
     """
 

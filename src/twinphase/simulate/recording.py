@@ -1,4 +1,4 @@
-"""Records a simulation for the live page, with the code that makes the feed."""
+"""Records a simulation for the live page, with the code that makes the live feed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class SimulationRecorder:
         return "" if self._single else worker
 
     def _asked(self, request: Request) -> int:
-        """Output tokens of the whole answer, although a prefill worker computes only the first."""
+        """Output tokens of the whole answer, even if a prefill worker computes only the first."""
         return self._outcomes[request.request_id].num_asked
 
     def _ended(self, request: Request) -> RequestRecord:

@@ -1,4 +1,4 @@
-"""Runs a load through a deployment, and summarizes it for its users and its workers."""
+"""Runs a load through a deployment, and summarizes it per user and per worker."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from twinphase.simulate.simulation import FollowUp, Observer, Simulation
 from twinphase.simulate.spec import FleetSpec, Outcome, TraceRequest
 from twinphase.simulate.users import Users, closed_loop
 
-# At most this number of culprits are listed.
+# Maximum number of listed culprits.
 NAMED_CULPRITS = 5
 
 
 @dataclass(frozen=True)
 class PoolUse:
-    """How busy the workers of one role were: shares of the time of the load."""
+    """Busy shares of the workers of one role during the load."""
 
     role: str
     workers: int
@@ -37,7 +37,7 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class Culprit:
-    """A request whose prefill stalled others, with the seconds of all these stalls."""
+    """A request whose prefill stalled others, and the total seconds of these stalls."""
 
     number: int
     prompt_tokens: int
@@ -52,10 +52,10 @@ class Simulated:
     Attributes:
         outcomes, observations: one per request, in the order of arrival.
         seconds: time from the first arrival to the last token.
-        pools: how busy the workers were, by role.
+        pools: busy shares of the workers, by role.
         culprits: requests whose prefill stalled others most, the worst first.
-        stall_seconds: sum over all requests.
-        num_steps: sum over all workers.
+        stall_seconds: sum of the stalls of all requests.
+        num_steps: number of steps of all workers.
     """
 
     outcomes: Sequence[Outcome]
@@ -81,12 +81,12 @@ def run_requests(
 
     Args:
         spec: the fleet.
-        requests: the requests of an open loop with their times, or of a closed loop in order.
+        requests: timed requests of an open loop, or ordered requests of a closed loop.
         concurrency: requests in flight of a closed loop; None for an open one.
-        users: the users who send the load; they replace `requests`.
+        users: users who send the load instead of `requests`.
         num_requests: total number of requests that the users send.
-        observer: sees arrivals and steps.
-        tick: called when a request has ended.
+        observer: notified of arrivals and steps.
+        tick: called after each request.
     """
     simulation = Simulation(spec, Routing(block_size=spec.block_size), observer)
     first: Sequence[TraceRequest] = requests
@@ -127,7 +127,7 @@ def summarize(simulation: Simulation) -> Simulated:
 
 
 def _observation(number: int, one: Outcome) -> Observation:
-    """The request as a client would have recorded it, with the server's claims."""
+    """A request as a client would have recorded it, with the server's own figures."""
     times = list(one.token_times)
     claims = {}
     if one.timeline is not None and one.counts is not None:
@@ -165,7 +165,7 @@ def _pools(simulation: Simulation, seconds: float) -> list[PoolUse]:
 
 
 def _stalls(outcomes: Sequence[Outcome]) -> tuple[list[Culprit], float]:
-    """Requests whose prefill stalled others; several chunks share the time of one stall."""
+    """Requests whose prefill stalled others; chunks of the same step share the stall's time."""
     seconds: defaultdict[str, float] = defaultdict(float)
     victims: dict[str, set[int]] = {}
     total = 0.0

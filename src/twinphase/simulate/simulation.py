@@ -1,7 +1,7 @@
-"""A simulated fleet: real schedulers, KV bookkeeping, routing and ledgers; predicted times.
+"""A simulated fleet: the real schedulers, KV bookkeeping, router and ledgers on predicted times.
 
-Each simulated worker takes the steps that its scheduler decides, and a step lasts as long as the
-cost model predicts. Nothing is computed, so that simulating an hour of 128 workers takes minutes.
+Each simulated worker makes the steps that its scheduler decides, and a step lasts as long as the
+cost model predicts. No model is computed, so that simulating an hour of 128 workers takes minutes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FollowUp = Callable[[TraceRequest, Outcome], TraceRequest | None]
 
 
 class Observer(Protocol):
-    """Sees what a simulation with ledgers does."""
+    """Receives the events of a simulation with ledgers."""
 
     def arrived(self, request: Request, outcome: Outcome, worker: str, reason: str) -> None:
         """A request was sent to a worker."""
@@ -66,11 +66,11 @@ class Observer(Protocol):
 
 @dataclass
 class _Live:
-    """A request that has not ended.
+    """An unfinished request.
 
     Attributes:
-        checks_first_token: the decode worker computes its first token once more, as a check.
-        last_chunk: prompt tokens prefilled in its last step.
+        checks_first_token: whether the decode worker computes the first token again as a check.
+        last_chunk: number of prompt tokens prefilled in its last step.
     """
 
     asked: TraceRequest
@@ -84,11 +84,11 @@ class Simulation:
     """Runs a trace through a fleet.
 
     Attributes:
-        outcomes: one per request, in the order of arrival, if they are kept.
+        outcomes: one outcome per request, in order of arrival, if they are kept.
         routing_seconds: processor time of each routing decision on this machine.
-        busy_seconds: time in steps, by worker; `decode_seconds` is the part that the steps would
-            have taken without their prefill chunks.
-        num_steps: sum over all workers.
+        busy_seconds: seconds in steps, by worker; `decode_seconds` is what the steps would have
+            taken without their prefill chunks.
+        num_steps: number of steps of all workers.
     """
 
     def __init__(
@@ -105,11 +105,10 @@ class Simulation:
         Args:
             spec: the fleet.
             routing: chooses workers.
-            observer: sees arrivals and steps.
-            step_by_step: schedule every step, and do not jump over those that only decode; the
+            observer: notified of arrivals and steps.
+            step_by_step: schedule every step instead of jumping over those that only decode; the
                 result is the same.
-            keep_outcomes: `follow_up` gets the outcome of each request that has ended; millions of
-                them need not be kept.
+            keep_outcomes: whether to keep all outcomes; `follow_up` gets each outcome in any case.
         """
         self.spec = spec
         self.fleet = Fleet(routing)
@@ -132,7 +131,7 @@ class Simulation:
         self._events: list[tuple[float, int, int, Callable[[], None]]] = []
         self._order = count()
         self._live: dict[str, _Live] = {}
-        # Workers that may complete the first block of a request in a jump.
+        # Workers that may complete the first block of a request during a jump.
         self._hiding: dict[str, SimulatedWorker] = {}
 
     def run(
@@ -142,7 +141,7 @@ class Simulation:
         tick: Callable[[], None] | None = None,
         follow_up: FollowUp = lambda asked, outcome: None,
     ) -> None:
-        """Run a trace in order of arrival; `tick` is called when a request has ended."""
+        """Run a trace in order of arrival; `tick` is called after each request."""
         self._tick = tick or (lambda: None)
         self._follow_up = follow_up
         self._arrivals = iter(trace)
@@ -152,7 +151,7 @@ class Simulation:
             happen()
 
     def _worker(self, name: str, spec: WorkerSpec) -> SimulatedWorker:
-        # Only the reports that ledgers fill show why a prefix was missed.
+        # Only reports from ledgers show why a prefix was missed.
         explains = self.spec.shape is not None
         scheduler = Scheduler(spec.config, spec.times, explains_misses=explains)
         scheduler.max_prefill_tokens = DECODE_WORKER_CHUNK_TOKENS if spec.role == "decode" else None
@@ -187,7 +186,7 @@ class Simulation:
         self._receive(asked)
 
     def _receive(self, asked: TraceRequest) -> None:
-        """A client has sent a request; the server parses and tokenizes it."""
+        """A client has sent a request, which the server parses and tokenizes."""
         prompt = asked.prompt()
         front = self.spec.front
         outcome = Outcome(
@@ -234,7 +233,7 @@ class Simulation:
         )
 
     def _chain(self, request: Request, num_blocks: int) -> list[bytes]:
-        """Hashes of a request's first blocks: the same on every worker."""
+        """Hashes of a request's first blocks, which are the same on every worker."""
         if num_blocks:
             next(iter(self.workers.values())).prefix_cache.block_hash(request, num_blocks - 1)
         return request.block_hashes
@@ -277,16 +276,17 @@ class Simulation:
         self._at(end, lambda: self._end(worker, batch), ENDS)
 
     def _jump(self, worker: SimulatedWorker, batch: Batch, number: int) -> None:
-        """Begin a number of steps, each with the tokens of the step before."""
+        """Begin a jump of several steps, each with the tokens of the previous step."""
         worker.jump = jump = worker.new_jump(batch, number, self.now)
         if jump.hides_beginnings:
             self._hiding[worker.name] = worker
         self._at(jump.ends[-1], lambda: self._land(worker, jump), ENDS)
 
     def _show_blocks(self, chain: list[bytes]) -> None:
-        """Report to the router what jumps have changed so far of the workers' blocks of a prompt.
+        """Report to the router how jumps have changed the workers' blocks of a prompt so far.
 
-        A worker stores a block of an answer only after those before it, by which it is found here.
+        A worker stores a block of an answer only after the blocks before it, which this search
+        uses.
         """
         for name in self.fleet.index.holders(chain):
             self._catch_up(self.workers[name])
@@ -296,14 +296,14 @@ class Simulation:
                 del self._hiding[name]
 
     def _catch_up(self, worker: SimulatedWorker) -> None:
-        """Report changed blocks to the router as of the last step that ended, during a jump."""
+        """Report the blocks changed so far during a jump, as of its last completed step."""
         jump = worker.jump
         if jump is not None and jump.due <= self.now:
             jump.reach(self.now)
             self._report_blocks(worker)
 
     def _interrupt(self, worker: SimulatedWorker) -> None:
-        """End a jump with the step that is being computed, because another event has occurred."""
+        """End a jump after its present step, because another event occurred."""
         jump = worker.jump
         if jump is None:
             return
@@ -323,7 +323,7 @@ class Simulation:
             self._run_until(worker, worker.scheduler.schedule(), begin, jump.ends[-1])
 
     def _land(self, worker: SimulatedWorker, jump: Jump) -> None:
-        """The last step of a jump has ended."""
+        """Handle the end of a jump's last step."""
         if worker.jump is jump:
             number = len(jump.ends)
             self._commit(worker, jump, number, number)
@@ -333,7 +333,7 @@ class Simulation:
             self._at(self.now + gap, lambda: self._next(worker), BEGINS)
 
     def _commit(self, worker: SimulatedWorker, jump: Jump, begun: int, ended: int) -> None:
-        """Record the steps of a jump that have begun, and the tokens of those that ended."""
+        """Record the begun steps of a jump, and the tokens of the completed ones."""
         if worker.ledger is not None and worker.batch is not None and ended:
             self._write(worker, worker.ledger, worker.batch, jump, ended)
         self.num_steps += begun - jump.num_begun
@@ -352,7 +352,7 @@ class Simulation:
     def _write(
         self, worker: SimulatedWorker, ledger: Ledger, batch: Batch, jump: Jump, ended: int
     ) -> None:
-        """Write the steps of a jump into the ledger; the first may have admitted a request."""
+        """Write the steps of a jump to the ledger; the first may have admitted a request."""
         gap = worker.gap(len(batch.decodes))
         begins = jump.begins[:ended]
         ends = jump.ends[:ended]
@@ -367,7 +367,7 @@ class Simulation:
             self.fleet.index.apply(worker.name, *changes.take())
 
     def _drafts(self, worker: SimulatedWorker) -> dict[str, list[int]]:
-        """Drafts, right or wrong, as many as the server's speculator would have verified."""
+        """Drafts, accepted or not, of the lengths that a server's speculator would verify."""
         if not self.spec.drafts:
             return {}
         running = [one for one in worker.scheduler.running if phase_of(one) is Phase.DECODE]
@@ -429,14 +429,14 @@ class Simulation:
         record = ledger.add_step(batch, output, worker.began, self.now, work)
         for request in finished:
             ledger.close(request.request_id, self.now)
-        # What passes until the next step is part of this one, as with a real engine.
+        # As in a real engine, the time until the next step belongs to this step.
         ledger.settle(self.now + worker.gap(len(batch.scheduled)))
         if self._observer is not None:
             result = StepResult(batch, output, finished, record)
             self._observer.stepped(worker.name, engine, result)
 
     def _hand_over(self, reader: SimulatedWorker, request: Request, live: _Live) -> None:
-        """Send the last chunk's blocks; the others were sent while that chunk was computed."""
+        """Send the last chunk's blocks; the others were sent while it was computed."""
         worker = self.workers[live.placement.decision.worker]
         asked = live.asked
         decoding = self._request(
@@ -480,7 +480,7 @@ def _params(max_tokens: int) -> SamplingParams:
 
 
 def _decodes(running: list[Request], window: int | None) -> StepWork:
-    """The work of a step that decodes one token of each request."""
+    """The work of a step that decodes one token per request."""
     count = len(running)
     return StepWork.of_decodes(
         count, sum(one.num_tokens for one in running) / max(1, count), window

@@ -23,13 +23,13 @@ class WorkerSpec:
     """One worker of a fleet.
 
     Attributes:
-        times: predicted step times, used by scheduler and router and to advance the clock.
-        config: resolved configuration of its engine; the SLO "auto" is chosen as in a server.
-        between_steps: time between two steps, during which the front end handles tokens.
-        between_steps_per_request: additional time for each request of the step.
-        noise: measured / predicted time of steps without a prefill chunk, in their order, since
-            slow steps come in groups. The worker uses them in turn, from a random one on, and
-            begins again at the end. Empty means no noise.
+        times: cost model for the scheduler, the router and the clock.
+        config: resolved configuration of its engine; a server's rule resolves the SLO "auto".
+        between_steps: seconds between two steps, while the front end handles tokens.
+        between_steps_per_request: additional seconds per request of the step.
+        noise: measured / predicted time of consecutive steps without a prefill chunk; the order
+            matters because slow steps come in groups. The worker cycles through them from a random
+            one. Empty means no noise.
         prefill_noise: the same for steps with a prefill chunk.
     """
 
@@ -47,8 +47,8 @@ class Front:
     """Times of a request outside the engine: HTTP, tokenizing, and handing over tokens.
 
     Attributes:
-        request, per_prompt_token: time from the client to the engine, fixed and per token.
-        token: time from the end of a step to the client.
+        request, per_prompt_token: seconds from the client to the engine, fixed and per token.
+        token: seconds from the end of a step to the client.
     """
 
     request: float = 0.0
@@ -58,15 +58,15 @@ class Front:
 
 @dataclass(frozen=True)
 class FleetSpec:
-    """Workers, their connections and the randomness of a simulation.
+    """The workers of a simulation, their connections and its random seed.
 
     Attributes:
-        block_bytes, bytes_per_second: size and rate of KV transfers, from copying out to storing.
-        front: times outside the engines.
-        shape: shape of the model, for ledgers; None keeps no ledgers, which is faster.
-        drafts: most tokens drafted for each decode; `acceptance` is the probability that a draft
-            is right if those before it are.
-        seed: seed of noise and acceptance.
+        block_bytes, bytes_per_second: size of a KV block, and rate of transfers including copies.
+        front: times of requests outside the engines.
+        shape: shape of the model for ledgers; None keeps no ledgers, which is faster.
+        drafts: maximum drafted tokens per decode; `acceptance` is the probability that a draft is
+            accepted if those before it are.
+        seed: random seed for noise and acceptance.
     """
 
     workers: Sequence[WorkerSpec]
@@ -93,12 +93,12 @@ class FleetSpec:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """A request of a trace; `prompt` makes its token ids on arrival, since traces are long.
+    """A request of a trace; `prompt` makes its token ids on arrival to save memory.
 
     Attributes:
         num_outputs: output tokens, reasoning included.
-        num_reasoning: the reasoning tokens among them.
-        user: number of the user who sends it, in loads whose users wait for answers.
+        num_reasoning: number of reasoning tokens among them.
+        user: number of the sending user, in loads whose users wait for answers.
     """
 
     arrival: float
@@ -110,10 +110,10 @@ class TraceRequest:
 
 @dataclass(slots=True)
 class Outcome:
-    """One request as its user would have seen it.
+    """One request as its user would have experienced it.
 
     Attributes:
-        num_asked: output tokens of the whole answer.
+        num_asked: requested output tokens of the whole answer.
         read_apart: whether a worker of the prefill pool prefilled it.
         timeline, counts: its ledger and its counts, if ledgers are kept.
     """

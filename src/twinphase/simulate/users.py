@@ -1,4 +1,4 @@
-"""Turns loads, of users who wait for answers or of traces, into requests of a fleet."""
+"""Turns loads, of users who wait for answers or of traces, into requests for a fleet."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ SHARED_ID = 5
 
 @dataclass(frozen=True)
 class Users:
-    """Users who ask, read, and ask again.
+    """Users who send a question, read the answer, and ask again.
 
     Attributes:
         count: number of users.
-        think_time: mean seconds between an answer and the next question (exponential).
-        prompt, output: tokens of each question, and of each answer.
+        think_time: mean seconds between an answer and the next question, with an exponential
+            distribution.
+        prompt, output: tokens per question and per answer.
         reasoning: reasoning tokens before each answer; None means no reasoning.
-        shared_prefix: number of tokens with which every prompt begins.
+        shared_prefix: number of tokens that all prompts begin with.
         turns: questions per conversation; each prompt contains all earlier turns.
-        max_tokens: most tokens of a prompt and its answer; longer ones are cut.
+        max_tokens: maximum tokens of a prompt and its answer; longer ones are cut.
     """
 
     count: int
@@ -51,11 +52,11 @@ class Load:
         self.num_requests = num_requests
         self._sent = 0
         self._draw = random.Random(f"users/{users.seed}")
-        # The turns so far of each user's conversation, and its token ids.
+        # Number of turns and token ids of each user's conversation so far.
         self._history: dict[int, tuple[int, list[int]]] = {}
 
     def first(self) -> list[TraceRequest]:
-        """Each user's first question, spread over one think time so that they do not stampede."""
+        """Each user's first question; they are spread over one think time."""
         users = self.users
         moments = sorted(self._draw.uniform(0, users.think_time) for _ in range(users.count))
         return [
@@ -91,7 +92,7 @@ class Load:
             answer = max(1, min(answer, room - thinking))
         prompt = [*history, *([OWN_IDS + number] * question)]
         if users.turns > 1:
-            # The answer itself becomes part of the next prompt; reasoning does not.
+            # The answer becomes part of the next prompt, but its reasoning does not.
             self._history[user] = turn + 1, [*prompt, *([7] * answer)]
         return TraceRequest(
             moment, thinking + answer, lambda: prompt, num_reasoning=thinking, user=user
@@ -126,7 +127,7 @@ def open_load(
 def closed_loop(
     requests: Sequence[TraceRequest], concurrency: int
 ) -> tuple[list[TraceRequest], Callable[[TraceRequest, Outcome], TraceRequest | None]]:
-    """The first requests of a closed loop, and a function that sends one after each answer."""
+    """The first requests of a closed loop, and a function that returns one after each answer."""
     rest: Iterator[TraceRequest] = iter(requests)
     first = [_at(one, 0.0) for one in islice(rest, concurrency)]
 

@@ -1,4 +1,4 @@
-"""Latencies of the requests of a step log under other options: `replay --with`.
+"""Predicts latencies of a step log's requests under other options: `replay --with`.
 
 A simulation repeats the logged requests with their arrival times and token counts, and learns its
 step times from the log itself. It runs once with the logged options and once with the changed ones,
@@ -24,7 +24,7 @@ from twinphase.simulate.simulation import Simulation
 from twinphase.simulate.spec import FleetSpec, TraceRequest
 
 MIN_LOGGED_STEPS = 20
-# Options that change the time of a step are missing, since a log does not contain those times.
+# Options that change step times are missing, because a log does not contain those times.
 CHANGEABLE = (
     "itl_slo_ms",
     "max_num_seqs",
@@ -39,7 +39,7 @@ FIGURES = (("TTFT", 50), ("TTFT", 99), ("ITL", 50), ("ITL", 99))
 
 @dataclass
 class Felt:
-    """Times of the tokens of one request, in seconds on the log's clock."""
+    """Token times of one request, in seconds on the log's clock."""
 
     arrival: float
     num_prompt: int = 0
@@ -56,7 +56,7 @@ class Felt:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The requests by id: as logged, simulated as logged, and simulated with the changes."""
+    """The requests by id: logged, simulated with the logged options, and with the changes."""
 
     changes: Mapping[str, Any]
     logged: Mapping[str, Felt]
@@ -64,14 +64,14 @@ class WhatIf:
     after: Mapping[str, Felt]
 
     def figure(self, which: Mapping[str, Felt], name: str, q: float) -> float:
-        """A percentile over all requests, or all gaps, in seconds."""
+        """A percentile over all requests or all gaps, in seconds."""
         seen = which.values()
         if name == "TTFT":
             return percentile([one.ttft for one in seen], q)
         return percentile([gap for one in seen for gap in latency.itl(one.times)], q)
 
     def lines(self) -> list[str]:
-        """Lines for a terminal: the figures, and the requests that change most."""
+        """Lines for a terminal: the figures, and the requests that change the most."""
         head = f"{'':<10}{'logged':>12}{'simulated':>12}{'with':>12}"
         found = [f"With {words_of(self.changes)}, {len(self.logged)} requests, ms:", head]
         for name, q in FIGURES:
@@ -92,7 +92,7 @@ class WhatIf:
         return self.logged, self.before, self.after
 
     def _changed(self) -> list[str]:
-        """Lines about requests, beginning with those that change most."""
+        """Lines about requests, those that change the most first."""
 
         def change(name: str) -> float:
             one = self.before[name]
@@ -121,7 +121,7 @@ def parse_changes(text: str) -> dict[str, Any]:
     """Read "itl_slo_ms=20,max_num_seqs=8".
 
     Raises:
-        InvalidRequestError: an option that cannot be changed, or another form.
+        InvalidRequestError: an option cannot be changed, or the text has another form.
     """
     found: dict[str, Any] = {}
     for part in text.split(","):
@@ -142,7 +142,8 @@ def what_if(log: Path, changes: Mapping[str, Any]) -> WhatIf:
     """Simulate a log's requests with the logged options and with changed ones.
 
     Raises:
-        InvalidRequestError: not a step log, too few steps, or a value that is not allowed.
+        InvalidRequestError: the file is not a step log or has too few steps, or a value is not
+            allowed.
     """
     logged, prompts, header = _logged(log)
     whole = {name: one for name, one in logged.items() if one.times}
@@ -176,8 +177,8 @@ def what_if(log: Path, changes: Mapping[str, Any]) -> WhatIf:
 def _logged(log: Path) -> tuple[dict[str, Felt], dict[str, list[int]], dict[str, Any]]:
     """Token times and prompt of each request of a log, and the log's header.
 
-    A request counts as arrived when the step after its line began, since the log has no time
-    of its own for it; the first step's start is 0.
+    A request counts as arrived at the start of the step after its line, because the log has no
+    arrival times; the first step starts at 0.
     """
     found: dict[str, Felt] = {}
     prompts: dict[str, list[int]] = {}

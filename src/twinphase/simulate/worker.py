@@ -22,7 +22,7 @@ ANSWER_TOKEN_ID = 7
 
 
 class GivenAcceptance(Acceptance):
-    """Acceptance rates as `choose_lengths` would have learned them if all drafts had one rate."""
+    """Acceptance rates as `choose_lengths` needs them, with one rate for all drafts."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class GivenAcceptance(Acceptance):
 
 
 class SimulatedExecutor:
-    """Computes nothing: a request that samples gets one token, and its accepted drafts."""
+    """An executor without a model: each sampling request gets a token and its accepted drafts."""
 
     def __init__(self, acceptance: float = 0.0, seed: int = 0) -> None:
         self._acceptance = acceptance
@@ -57,14 +57,14 @@ class SimulatedExecutor:
 
 @dataclass
 class Jump:
-    """Decode steps of a worker that are simulated together, until another event occurs.
+    """Consecutive decode steps of a worker that are simulated together until another event.
 
     Attributes:
-        predicted: seconds of each step by the cost model; step i takes from `begins` to `ends`.
-        draws: factors by which the steps take longer than predicted.
-        hides_beginnings: whether the first block of a request is not complete at its begin.
-        due: when a change of the KV cache becomes visible next.
-        num_begun, num_committed: steps whose time is counted, and steps whose tokens are.
+        predicted: predicted seconds of each step; step i lasts from `begins[i]` to `ends[i]`.
+        draws: measured / predicted factor of each step.
+        hides_beginnings: whether the first block of a request is incomplete when the jump begins.
+        due: time of the next visible change of the KV cache.
+        num_begun, num_committed: number of steps whose time, and whose tokens, are counted.
     """
 
     steps: SteadySteps
@@ -81,7 +81,7 @@ class Jump:
         self._find_due()
 
     def reach(self, now: float) -> None:
-        """Change the KV cache as all steps did that have ended."""
+        """Apply the changes of all completed steps to the KV cache."""
         ended = bisect_right(self.ends, now)
         self.steps.reach(ended, ended)
         self._find_due()
@@ -91,7 +91,7 @@ class Jump:
         self.due = math.inf if step is None or step >= len(self.ends) else self.ends[step]
 
     def shorten(self, number: int) -> int:
-        """Keep the first `number` steps; returns how many are dropped."""
+        """Keep the first `number` steps; return the number of dropped ones."""
         dropped = len(self.ends) - number
         for values in (self.predicted, self.draws, self.begins, self.ends):
             del values[number:]
@@ -100,14 +100,14 @@ class Jump:
 
 @dataclass
 class SimulatedWorker:
-    """A worker and the step that it computes.
+    """A worker and its present step.
 
     Attributes:
-        engine: its engine, with the ledgers if they are kept.
+        engine: its engine, with ledgers if they are kept.
         batch: the batch of the present step, kept until the next step begins.
-        jump: the steps that are simulated together from that step on, if any.
+        jump: the jump that begins with that step, if any.
         num_scheduled: number of steps that were not jumped over.
-        places: positions in the noise of the next step without and with prefill.
+        places: positions of the next step in the noise without and with prefill.
     """
 
     name: str
@@ -122,7 +122,7 @@ class SimulatedWorker:
     usual: Acceptance = field(default_factory=Acceptance)
 
     def draw(self, has_prefill: bool) -> float:
-        """Factor by which a step takes longer than predicted."""
+        """The factor measured / predicted of the next step."""
         noise = self.spec.prefill_noise if has_prefill else self.spec.noise
         if not noise:
             return 1.0

@@ -1,12 +1,13 @@
-"""How many draft tokens a step verifies: one more while it raises the step's tokens per second.
+"""Chooses the number of draft tokens to verify: one more while tokens per second increase.
 
 A step of n decodes that takes T seconds makes n / T tokens per second. One more drafted row costs
-dT, by the cost model for the step's real mix, and brings a token with the probability that it and
+dT, by the cost model for the step's actual mix, and yields a token with the probability that it and
 all drafts before it are accepted. Rows are added in order of that probability, over all requests;
-when the most probable row does not pay, no other row does.
+if the most probable row does not pay, no other row does.
 
-Acceptance rates are learned from every draft, by source and length of the match, drafted tokens
-included. A draft that was not verified counts too, since the output shows whether it was right.
+Acceptance rates are learned from every draft, by its source and by the length of the match plus the
+drafted tokens. A draft that was not verified counts too, because the output shows whether it was
+right.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from twinphase.batch import StepWork
 from twinphase.scheduler.chunk import StepCost
 from twinphase.speculation.proposer import Draft
 
-# Gain and cost of a row are estimates. With this margin an uncertain draft is left out.
+# Gains and costs are estimates, so a draft must exceed its cost by this factor.
 MIN_GAIN_RATIO = 1.2
 # Time per drafted row that the cost model does not contain: drafting and sampling.
 ROW_OVERHEAD_SECONDS = 3e-5
-# Old observations fade: each new one multiplies the counts before it by this factor.
+# Decay per observation of the shared counts.
 DECAY_ALL_REQUESTS = 0.99
 DECAY_PER_REQUEST = 0.9
-# The rate over all requests counts as this many observations of the request itself.
+# Weight of the shared rate, in observations of the request itself.
 SHARED_RATE_WEIGHT = 3.0
-# Accepted and rejected drafts that are assumed before the first observation.
+# Pseudo-counts of accepted and rejected drafts before the first observation.
 PRIOR = (0.5, 1.0)
-# The caller expects this text, so the prior is higher.
+# The caller expects this text, so its prior is higher.
 PRIORS = {"prediction": (4.0, 1.0)}
 CERTAIN_RATE = 0.999
 LONG_MATCH_TOKENS = 8
-# Expected tokens stop being summed when fewer than this share of drafts get so far.
+# Summation of expected tokens stops when fewer than this share of drafts reach a position.
 MIN_SURVIVAL = 0.05
 
 
@@ -46,7 +47,7 @@ def _bucket(match: int) -> int:
 
 
 class Acceptance:
-    """Learned acceptance rates: counts with a Beta prior, over all requests and per request."""
+    """Learned acceptance rates: counts with a Beta prior, shared and per request."""
 
     def __init__(self) -> None:
         # Each count is [accepted, observed].
@@ -54,7 +55,7 @@ class Acceptance:
         self._own: dict[str, dict[tuple[str, bool], list[float]]] = {}
 
     def observe(self, request_id: str, draft: Draft, position: int, right: bool) -> None:
-        """Count the draft's token at `position`; all tokens before it were accepted."""
+        """Count the draft's token at `position`, before which all tokens were accepted."""
         match = draft.match + position
         own = self._own.setdefault(request_id, {})
         for counts, decay in (
@@ -110,22 +111,22 @@ def choose_lengths(
     *,
     limit: float | None = None,
 ) -> dict[str, int]:
-    """Number of tokens to verify of each draft, by request; drafts that do not pay are left out.
+    """Number of draft tokens to verify per request; drafts that do not pay are omitted.
 
     Args:
         drafts: drafts by request.
-        contexts: tokens that each request's first drafted row attends to.
-        decodes: the step without drafts.
+        contexts: number of tokens that each request's first drafted row attends to.
+        decodes: work of the step without drafts.
         times: predicts a step's time.
         acceptance: learned acceptance rates.
-        limit: predicted seconds that drafts may not make a step exceed; None is no limit.
+        limit: maximum predicted seconds of the step; None is no limit.
     """
     work = decodes
     predicted = times.seconds(decodes)
     step_seconds = predicted
     tokens = float(decodes.sequences)
     lengths = dict[str, int]()
-    # The next row of each request, as a heap of (-probability that it brings a token, request).
+    # A heap of (-probability, request) with the next row of each request.
     rows = [
         (-acceptance.probability(name, draft, 0), name)
         for name, draft in drafts.items()

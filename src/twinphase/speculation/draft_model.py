@@ -1,7 +1,7 @@
 """The draft model: a smaller model of the same vocabulary, one step per token of all requests.
 
 Each request has a copy, a `Request` whose output ends with the drafts, so that the engine's code
-for KV blocks and prefixes works on the draft model's own blocks. KV after a rejected draft lies
+for KV blocks and prefixes also manages the draft model's blocks. The KV of rejected drafts lies
 beyond `num_computed_tokens`. Drafts are sampled with the request's random numbers for the same
 positions, so they are accepted more often than greedy drafts. `engine/loading/drafting.py` loads
 the model.
@@ -23,9 +23,9 @@ from twinphase.scheduler.chunk import ChunkBudget
 from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.phase import give_tokens
 
-# Uncomputed draft-model tokens per remaining output token; with more, drafts come too late to pay.
+# With more uncomputed tokens than this per remaining output token, drafts come too late to pay.
 MAX_CATCH_UP_RATIO = 8
-# Up to this many rows of a sequence are scheduled as decodes; more are a prefill chunk.
+# A sequence with more rows than this in a step is scheduled as a prefill chunk.
 MAX_DECODE_ROWS = 4
 
 
@@ -34,9 +34,9 @@ class _Sequence:
     """The draft model's state of a request.
 
     Attributes:
-        own: prompt, output and then drafts of the request, with blocks of the draft model.
-        known: number of output tokens that are the request's.
-        kept: number of computed tokens whose full blocks are in the prefix cache.
+        own: the request's prompt, output and drafts, with blocks of the draft model.
+        known: number of output tokens that are not drafts.
+        kept: number of computed tokens in full blocks of the prefix cache.
         wanted: number of drafts to make in this step.
     """
 
@@ -76,15 +76,16 @@ class DraftModel:
 
         Args:
             execute: computes a step of the draft model and samples, like the engine's executor.
-            kv_cache: KV blocks of the draft model, used by this object only.
-            times: learns the draft model's step times.
+            kv_cache: KV blocks of the draft model, which only this object uses.
+            times: cost model, which learns the draft model's step times.
             num_speculative_tokens: largest number of drafts per request and step.
             vocab_size: size of the draft model's vocabulary; a request with other tokens gets no
                 drafts.
             max_model_len: context length of the draft model.
             max_num_batched_tokens: largest number of rows in a step.
             eos_token_ids: the target's tokens that end an output.
-            slo_seconds: the current inter-token SLO; catching up may take half of it.
+            slo_seconds: the current inter-token SLO; prefill of the draft model may take half of
+                it.
             clock: returns seconds.
         """
         self.kv_cache = kv_cache
@@ -122,7 +123,7 @@ class DraftModel:
         return {name: sequence.drafts for name, sequence in sequences.items() if sequence.drafts}
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
-        """Free the blocks of preempted requests, which may wait for long."""
+        """Free the blocks of preempted requests, which may queue for long."""
         for name in batch.preempted:
             self._release(name)
 
@@ -131,17 +132,17 @@ class DraftModel:
         self._release(request.request_id)
 
     def num_missing(self, request: Request) -> int:
-        """Tokens to compute before a draft for the request, without hits in the prefix cache."""
+        """Number of tokens to compute before a draft, without hits in the prefix cache."""
         sequence = self._sequences.get(request.request_id)
         computed = min(sequence.own.num_computed_tokens, sequence.kept) if sequence else 0
         return request.num_tokens - computed
 
     def check_integrity(self) -> None:
-        """Prove that no block leaked (AssertionError if one did)."""
+        """Assert that no block leaked."""
         self.kv_cache.check_integrity(sequence.own for sequence in self._sequences.values())
 
     def _update(self, request: Request, limit: int | None) -> _Sequence | None:
-        """Add new tokens to the request's sequence, remove rejected drafts; None for no draft."""
+        """Add new tokens to the request's sequence and remove rejected drafts; None if no draft."""
         wanted = self._wanted(request, limit)
         if wanted <= 0:
             return None
@@ -166,7 +167,7 @@ class DraftModel:
         return sequence
 
     def _begin(self, request: Request) -> _Sequence | None:
-        """Begin a request's sequence with its cached prefix; None without room or near its end."""
+        """Start a request's sequence at its cached prefix; None without room or near its end."""
         params = replace(request.sampling_params, logprobs=None, prompt_logprobs=None)
         own = Request(
             request.request_id,
@@ -196,7 +197,7 @@ class DraftModel:
         return not token_ids or max(token_ids) < self._vocab_size
 
     def _wanted(self, request: Request, limit: int | None) -> int:
-        """Drafts that the request can use: the target samples one more token after the last."""
+        """Number of drafts that the request can use: the target samples one more token."""
         bounds = [self.num_speculative_tokens, self._max_model_len - request.num_tokens]
         if limit is not None:
             bounds.append(limit)
@@ -205,12 +206,12 @@ class DraftModel:
         return min(bounds)
 
     def _first_step(self, sequences: list[_Sequence]) -> Batch:
-        """Uncomputed tokens, sequences with the fewest first, within a step's rows and the SLO."""
+        """A batch of uncomputed tokens, shortest first, within a step's rows and the SLO."""
         decodes: list[ScheduledRequest] = []
         prefills: list[ScheduledRequest] = []
         rows = self._max_rows
         context = sum(sequence.own.num_tokens for sequence in sequences) / max(1, len(sequences))
-        # The sequences decode in the same step of the engine.
+        # The sequences decode in the same engine step.
         work = StepWork.of_decodes(len(sequences), context)
         slo = self._slo_seconds()
         budget = None
@@ -233,7 +234,7 @@ class DraftModel:
     def _take(
         self, sequences: Mapping[str, _Sequence], share: ScheduledRequest, output: StepOutput
     ) -> bool:
-        """Append a step's output to the sequence; whether it needs another step."""
+        """Append a step's output to the sequence; return whether it needs another step."""
         sequence = sequences[share.request_id]
         own = sequence.own
         own.num_computed_tokens += len(share.token_ids)

@@ -1,7 +1,7 @@
-"""How many tokens a draft model drafts: one more while its token is worth its step and its row.
+"""Chooses the number of tokens that a draft model drafts: one more while it pays.
 
-Unlike looked-up text, a draft of a model costs time before its acceptance is known. So its length
-is chosen beforehand, for all requests of a step alike.
+Unlike looked-up text, a model's draft costs time before its acceptance is known. So its length is
+chosen beforehand, and is the same for all requests of a step.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from twinphase.speculation.proposer import Draft
 SOURCE = "draft_model"
 # The first steps draft as many tokens as allowed, to learn the acceptance rate.
 LEARNING_STEPS = 16
-# Where drafts do not pay, this share of the time goes to trial drafts.
+# If drafts do not pay, trial drafts take this share of the time.
 TRIAL_TIME_SHARE = 0.01
 
 
 class DraftModelPolicy:
-    """A draft model within a `Speculator`.
+    """Drives a draft model for a `Speculator`.
 
     Attributes:
-        num_failures: failed steps of the model; it is not used for their requests again.
+        num_failures: number of failed steps; the model is not used again for the requests of a
+            failed step.
     """
 
     def __init__(self, model: DraftModel, times: StepCost) -> None:
@@ -43,7 +44,7 @@ class DraftModelPolicy:
     def drafts(
         self, requests: Sequence[Request], acceptance: Acceptance, always: bool = False
     ) -> dict[str, Draft]:
-        """Drafts for `requests`: as long as allowed if `always`, else as long as they pay."""
+        """Drafts of the allowed length if `always`, else of the length that pays."""
         requests = [request for request in requests if request.request_id not in self._failed]
         if not requests:
             return {}
@@ -56,7 +57,7 @@ class DraftModelPolicy:
             limits |= self._trial(requests)
         try:
             drafts = self.model.draft(requests, limits)
-        except Exception:  # Requests continue without drafts.
+        except Exception:  # The requests continue without drafts.
             self.num_failures += 1
             for request in requests:
                 self._failed.add(request.request_id)
@@ -77,12 +78,12 @@ class DraftModelPolicy:
         self.model.forget(request)
 
     def _decodes(self, requests: Sequence[Request]) -> StepWork:
-        """The target's step without drafts."""
+        """The work of the target's step without drafts."""
         context = sum(request.num_tokens for request in requests) // len(requests)
         return StepWork.of_decodes(len(requests), context, self._times.window)
 
     def _trial(self, requests: Sequence[Request]) -> dict[str, int]:
-        """One draft token for one request in turn, when enough trial time has accumulated."""
+        """One draft token for one request in turn, once enough trial time has accumulated."""
         self._trial_seconds += TRIAL_TIME_SHARE * self._times.seconds(self._decodes(requests))
         turn = self._num_trials % len(requests)
         for request in [*requests[turn:], *requests[:turn]]:
@@ -122,14 +123,14 @@ def tokens_to_draft(
     seconds: Callable[[StepWork], float],
     most: int,
 ) -> int:
-    """Number of tokens that a draft model should draft for each of some requests.
+    """Number of tokens to draft for each of some requests.
 
     Args:
-        chances: for a position, each request's probability that its token there is accepted if all
-            before it are.
+        chances: returns, for a position, each request's probability that its token is accepted if
+            all tokens before it are.
         draft_seconds: time of a step of the draft model.
-        decodes: the target's step without drafts.
-        row: work that one drafted row adds to it.
+        decodes: work of the target's step without drafts.
+        row: work that one drafted row adds to the target's step.
         seconds: predicts the target's steps.
         most: the largest result.
     """

@@ -2,9 +2,9 @@
 
 `fc` joins the hidden states of a low, a middle and a high layer at position p. From that and the
 embedding of the token at p + 1, the layer predicts the token at p + 2. For later tokens the layer's
-own output replaces the target's hidden state. The layer has its own keys and values, of tokens that
-the target computed: after a prefix hit it attends to fewer tokens. `load_heads.py` loads the
-weights.
+own output replaces the target's hidden state. The layer has its own keys and values, only for
+tokens that the target computed here, so that it attends to fewer tokens after a prefix hit.
+`load_heads.py` loads the weights.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Eagle3Weights:
 
 @dataclass
 class _Sequence:
-    """Keys and values of a request by position, and the pair that its next draft starts from."""
+    """A request's keys and values by position, and the pair that its next draft starts from."""
 
     keys: F32
     values: F32
@@ -82,7 +82,7 @@ class Eagle3(HiddenStateProposer):
         embed: Callable[[Sequence[int]], F32],
         num_tokens: int,
     ) -> None:
-        """Draft `num_tokens` tokens from inputs of the target's `layers`; `embed` maps ids."""
+        """Draft `num_tokens` tokens from the inputs of `layers`; `embed` embeds token ids."""
         super().__init__()
         self.layers = tuple(layers)
         self.num_tokens = num_tokens
@@ -94,14 +94,14 @@ class Eagle3(HiddenStateProposer):
         self._frequencies = shape.rope_theta ** (-np.arange(half) / half)
 
     def update(self, batch: Batch, output: StepOutput, hidden: Sequence[F32]) -> None:
-        """Compute keys and values of all rows but those of rejected drafts."""
+        """Compute keys and values of all rows except those of rejected drafts."""
         for share, first, token_ids in right_rows(batch, output):
             end = first + len(token_ids)
             rows = np.concatenate([layer[first:end] for layer in hidden], axis=1)
             self._extend(share, token_ids, rows @ self._weights.fc.T)
 
     def _extend(self, share: ScheduledRequest, token_ids: Sequence[int], fused: F32) -> None:
-        """The layer pairs the hidden state at p with the token at p + 1."""
+        """Add pairs of the hidden state at p and the token at p + 1."""
         count = len(fused)
         start = share.num_computed_tokens
         positions = np.arange(start, start + count)
@@ -141,8 +141,8 @@ class Eagle3(HiddenStateProposer):
     ) -> tuple[F32, F32]:
         """Logits [requests, draft_vocab_size] and the layer's output for one pair per request.
 
-        `ahead` counts drafted pairs since the target's last pair, whose keys and values exist
-        already.
+        `ahead` is the number of drafted pairs after the target's last pair, whose keys and values
+        exist.
         """
         weights = self._weights
         shape = self._shape

@@ -1,4 +1,4 @@
-"""Draft tokens that a grammar, or the end of a thinking budget, forces."""
+"""Drafts the tokens that a grammar, or the end of a thinking budget, forces."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Base class of draft heads on the target's hidden states; drafts in one call for many requests.
+"""The base class of draft heads on hidden states, which draft for many requests in one call.
 
-Hidden states arrive with each step (`read`), and drafts are requested one request at a time
-(`propose`). The first call in a step drafts for all requests that are expected to call in the same
-step, so that the weights of the heads are loaded once.
+Hidden states arrive with each step (`read`), but drafts are requested for one request at a time
+(`propose`). The first `propose` of a step drafts for all requests that are expected to follow, so
+that the weights of the heads are read once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class HiddenStateProposer(ABC):
     """A `Proposer` and `HiddenReader`.
 
     Attributes:
-        source: of its drafts.
+        source: name of its drafts' source.
         layers: see `HiddenReader`.
         num_tokens: tokens per draft.
     """
@@ -68,17 +68,18 @@ class HiddenStateProposer(ABC):
     num_tokens: int
 
     def __init__(self) -> None:
-        # Requests with new hidden states and no draft from them: number of known output tokens.
+        # Number of known output tokens of requests that have new hidden states and no draft from
+        # them.
         self._ready: dict[str, int] = {}
-        # The last draft of a request, with the number of output tokens known at that time.
+        # The last draft of a request, with the number of output tokens at that time.
         self._drafts: dict[str, tuple[int, list[int]]] = {}
-        # The step of each request's last call.
+        # The step of each request's last `propose`.
         self._last_asked: dict[str, int] = {}
         self._num_steps = 0
 
     @abstractmethod
     def update(self, batch: Batch, output: StepOutput, hidden: Sequence[F32]) -> None:
-        """Keep the rows of `hidden` that drafts start from."""
+        """Keep the rows of `hidden` that later drafts start from."""
 
     @abstractmethod
     def draft_batch(self, names: Sequence[str]) -> list[list[int]]:
@@ -110,7 +111,7 @@ class HiddenStateProposer(ABC):
             self._last_asked.pop(name, None)
             return []
         if name in self._ready:
-            # Requests that asked together with this one are expected to ask in this step too.
+            # Requests that called in the same step as this one are expected to do so again.
             since = self._last_asked.get(name, self._num_steps - 1)
             names = [
                 other

@@ -1,7 +1,7 @@
 """Loads draft heads from a folder with config.json and model.safetensors.
 
-Names of tensors and settings are vLLM's and those of the papers. An unknown tensor is refused,
-since such heads were trained for another method. `medusa.py` and `eagle3.py` compute the heads.
+Names of tensors and settings are those of vLLM and of the papers. An unknown tensor is refused,
+since it belongs to another method. `medusa.py` and `eagle3.py` compute the heads.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def load_heads(
 
     Args:
         folder: folder of the heads.
-        method: "medusa" or "eagle3", the expected kind of heads.
+        method: expected kind of heads, "medusa" or "eagle3".
         target: the model that the heads draft for.
         num_layers: number of the target's layers.
         num_tokens: tokens per draft; at most the number of Medusa heads.
 
     Raises:
-        ModelNotFoundError: no such folder, or a file is missing.
-        CheckpointError: a shape differs from the target or from the heads' config; a damaged file.
-        UnsupportedModelError: heads of another method, or an unsupported variant.
+        ModelNotFoundError: the folder or a file in it is missing.
+        CheckpointError: a shape does not fit the target or the heads' config, or a file is damaged.
+        UnsupportedModelError: the heads are of another method, or of an unsupported variant.
     """
     config = read_folder_config(folder)
     names = [str(config.get("model_type")), *map(str, config.get("architectures") or [])]
@@ -59,7 +59,7 @@ def load_heads(
 
 
 class _Files:
-    """Config and tensors of a folder of heads; each tensor is taken once, its shape checked."""
+    """Config and tensors of a folder; each tensor is taken once, and its shape is checked."""
 
     def __init__(
         self, folder: Path, config: dict[str, Any], vocab_size: int, hidden_size: int
@@ -105,7 +105,7 @@ class _Files:
         return array
 
     def take_ids(self, name: str, count: int, *, offsets: bool) -> NDArray[np.int64]:
-        """Token ids of the target, [count]; `offsets`: they are stored relative to row numbers."""
+        """The target's token ids [count]; with `offsets`, they are stored relative to the rows."""
         array = self.arrays.pop(name, None)
         if array is None or array.shape != (count,) or array.dtype.kind != "i":
             self.fail(f"no tensor {name} of {count} integers")
@@ -128,7 +128,7 @@ def _plain(name: str) -> str:
     name = (
         name.removeprefix("medusa_heads.").removeprefix("model.").replace("midlayer.", "layers.0.")
     )
-    # The names of the first published heads.
+    # The first published heads use these names.
     name = re.sub(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$", r"blocks.\1.layers.\2.\3", name)
     return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
 
@@ -215,7 +215,7 @@ def _eagle3(files: _Files, target: Checkpoint, num_layers: int, num_tokens: int)
         if mapped
         else np.arange(draft_size),
     )
-    files.arrays.pop("t2d", None)  # Redundant: whether d2t has each token of the target.
+    files.arrays.pop("t2d", None)  # d2t has the same information.
     files.finish()
     return Eagle3(weights, shape, _layers(files, num_layers), embed, num_tokens)
 
@@ -237,7 +237,7 @@ def _rope_theta(files: _Files) -> float:
 
 
 def _layers(files: _Files, num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs are fused; by default EAGLE-3's own choice."""
+    """The layers whose inputs are fused; the default is that of the EAGLE-3 paper."""
     eagle = files.config.get("eagle_config")
     eagle = eagle if isinstance(eagle, dict) else files.config
     layers = eagle.get("eagle_aux_hidden_state_layer_ids", [2, num_layers // 2, num_layers - 3])
@@ -253,7 +253,7 @@ def _layers(files: _Files, num_layers: int) -> tuple[int, ...]:
 
 
 def _embedding(files: _Files, target: Checkpoint, width: int) -> Any:
-    """Embeds token ids with the heads' own embedding, or with the target's if they have none."""
+    """A function that embeds token ids with the heads' own embedding, or with the target's."""
     if "embed_tokens.weight" in files.arrays:
         table = files.take("embed_tokens.weight", files.vocab_size, width)
         return lambda token_ids: table[list(token_ids)]

@@ -1,4 +1,4 @@
-"""Drafts from existing text: the request's own, a prediction of its answer, and earlier answers."""
+"""Drafts from existing text: the request, a prediction of its answer, or earlier answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from twinphase.request import Request
 from twinphase.speculation.proposer import Draft
 from twinphase.speculation.token_index import LONGEST_MATCH, TokenIndex
 
-# A long prompt is indexed over several steps, so that no step takes long.
+# A long prompt is indexed over several steps, so that no step becomes long.
 MAX_INDEXED_TOKENS_PER_STEP = 2048
 MAX_SHELVES = 64
 MAX_SHELF_TOKENS = 1 << 16
@@ -19,7 +19,7 @@ MIN_ANSWER_TOKENS = 8
 class NgramProposer:
     """Drafts the text after the last match in the request ("prompt lookup", Saxena, 2023).
 
-    As in vLLM's `ngram`, a match has at least `least` tokens; lengths above `most` count as `most`.
+    As in vLLM's `ngram`, a match has at least `least` tokens, and counts at most `most`.
     """
 
     def __init__(self, least: int = 2, most: int = LONGEST_MATCH, source: str = "ngram") -> None:
@@ -49,8 +49,8 @@ class NgramProposer:
 class SuffixProposer:
     """Drafts from the request's own text and earlier answers to the same tenant and cache salt.
 
-    After SuffixDecoding (Oliaro et al., 2024, arXiv:2411.04975), with a shelf of the last answers
-    instead of a tree of all answers.
+    It follows SuffixDecoding (Oliaro et al., 2024, arXiv:2411.04975), but keeps a list of the last
+    answers instead of a tree of all answers.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SuffixProposer:
     ) -> None:
         """Keep `most_answers` per tenant, draft `most_per_match` tokens per matching token.
 
-        None is no bound.
+        None means no limit.
         """
         self._own = NgramProposer(source="suffix")
         self._most_answers = most_answers
@@ -81,7 +81,7 @@ class SuffixProposer:
         ]
 
     def forget(self, request: Request) -> None:
-        """Put the answer on its owner's shelf."""
+        """Store the answer for later requests of the same owner."""
         self._own.forget(request)
         if len(request.output_token_ids) < MIN_ANSWER_TOKENS or self._most_answers == 0:
             return
@@ -98,7 +98,7 @@ class SuffixProposer:
         shelf.extend([-1, *request.token_ids(start, request.num_tokens)])
 
     def _kept_from(self, token_ids: list[int]) -> int | None:
-        """Start of the newer half of a full shelf; None if there is room for another answer."""
+        """Start of the newer half of a full store; None if there is room for another answer."""
         if len(token_ids) > MAX_SHELF_TOKENS:
             return len(token_ids) // 2
         most = self._most_answers
@@ -137,7 +137,7 @@ class PredictionProposer:
 
 
 def _owner(request: Request) -> tuple[str | None, ...]:
-    """Requests that may share drafts: accepted drafts reveal, by their speed, what others asked."""
+    """The owner, whose requests may share drafts: fast drafts would reveal other users' text."""
     return (request.tenant, request.cache_salt)
 
 

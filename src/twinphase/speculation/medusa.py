@@ -1,8 +1,8 @@
 """Medusa (Cai et al., 2024, arXiv:2401.10774): one head per position, on the last hidden state.
 
-A head has a few residual blocks, x + SiLU(W x + b), and a matrix to the vocabulary, or to the
-tokens of a map. The draft is a chain of the most likely tokens, not a tree. `load_heads.py` loads
-the weights.
+A head has a few residual blocks, x + SiLU(W x + b), and an output matrix for the vocabulary or a
+part of it. The draft is a chain of the most likely tokens, not a tree. `load_heads.py` loads the
+weights.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Medusa(HiddenStateProposer):
         self.layers = (num_layers,)
         self.num_tokens = min(num_tokens, weights.blocks[0].shape[0])
         self._weights = weights
-        # Input of the target's head for the last known token.
+        # Input of the target's output head for the last known token.
         self._last: dict[str, F32] = {}
 
     def logits(self, hidden: F32) -> F32:
-        """Logits [num_tokens, rows, tokens] for inputs of the target's head [rows, hidden_size]."""
+        """Logits [num_tokens, rows, tokens] for inputs of the output head [rows, hidden_size]."""
         weights = self._weights
         heads = self.num_tokens
         x = np.broadcast_to(hidden, (heads, *hidden.shape))

@@ -1,10 +1,10 @@
-"""Drafts of a model's own layer for further tokens (MTP, Qwen3.5).
+"""Drafts with a model's own multi-token prediction (MTP) layer, such as Qwen3.5's.
 
-The layer is computed on a backend of its own, with a KV cache of its own: a row for each of the
-target's rows that is known to be right, from the position where the target began to compute. Rows
-wait until a draft is wanted, or until they fill a step. For later tokens of a draft the layer's own
-output replaces the target's hidden state; what it writes for them is written again with the
-target's.
+The layer runs on its own backend with its own KV cache, which has a row for each accepted row of
+the target, from the position where the target began to compute. Rows are queued until a draft is
+requested, or until they fill a step. For later tokens of a draft the layer's own output replaces
+the target's hidden state; their keys and values are overwritten once the target's hidden states are
+known.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ F32 = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Rows of one sequence that the layer is to compute.
+    """Rows of one sequence for the layer to compute.
 
     Attributes:
         blocks: ids of the sequence's blocks.
-        start: place of the first row.
+        start: index of the first row.
         token_ids: the token that follows each row's position.
-        hidden: float32 [rows, hidden_size], of the target or of the layer itself.
+        hidden: float32 [rows, hidden_size], hidden states of the target or of the layer itself.
     """
 
     blocks: Sequence[int]
@@ -38,21 +38,21 @@ class LayerRows:
     hidden: F32
 
 
-# The most likely token after the last row of each, and that row of the layer's output
+# Returns the most likely token after each sequence's last row, and the layer's output for that row
 # [sequences, hidden_size].
 Compute = Callable[[Sequence[LayerRows]], tuple[list[int], F32]]
 
 
 @dataclass
 class _Sequence:
-    """A request's rows.
+    """The computed and queued rows of a request.
 
     Attributes:
-        base: the target's position of the first row.
-        count: rows with keys and values.
+        base: position in the target's sequence of the first row.
+        count: number of rows with keys and values.
         blocks: ids of the blocks that hold them.
-        token_ids, hidden: of the rows after those, which wait: the token that follows each, and the
-            target's hidden state.
+        token_ids, hidden: for each queued row after those, the token that follows and the target's
+            hidden state.
     """
 
     base: int
@@ -94,7 +94,7 @@ class Mtp(HiddenStateProposer):
         self._sequences: dict[str, _Sequence] = {}
 
     def update(self, batch: Batch, output: StepOutput, hidden: Sequence[F32]) -> None:
-        """Keep all rows but those of rejected drafts; compute those that fill a step."""
+        """Queue all rows but those of rejected drafts; compute them once they fill a step."""
         for share, first, token_ids in right_rows(batch, output):
             rows = hidden[0][first : first + len(token_ids)]
             name = share.request_id
@@ -149,7 +149,7 @@ class Mtp(HiddenStateProposer):
         return len(sequence.token_ids) if sequence else 0
 
     def _has_room(self, name: str, num_rows: int) -> bool:
-        """Whether there are blocks for this number of rows more; they are taken."""
+        """Allocate blocks for more rows; return False if there are too few."""
         sequence = self._sequences[name]
         missing = -(-(sequence.count + num_rows) // self._block_size) - len(sequence.blocks)
         if missing > len(self._free):
@@ -163,9 +163,9 @@ class Mtp(HiddenStateProposer):
         return LayerRows(sequence.blocks, sequence.count + ahead, token_ids, hidden)
 
     def _advance(self, sizes: Sequence[tuple[str, int]]) -> dict[str, tuple[int, F32]]:
-        """Compute some rows that wait of each request; the token and the output of its last one.
+        """Compute queued rows of each request; return the token and the output of its last row.
 
-        A request without room for its rows is dropped: it begins again with its next step.
+        A request without room for its rows is dropped, and starts again at its next step.
         """
         parts: dict[str, LayerRows] = {}
         for name, size in sizes:

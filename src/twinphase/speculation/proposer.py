@@ -1,4 +1,4 @@
-"""A draft, and the interface of proposers, which each know one way to draft.
+"""A draft, and the interface of proposers; each of them drafts in one way.
 
 A proposer does not decide how many of its tokens are verified (`draft_lengths.py`), and does not
 learn which are accepted (`verify.py`).
@@ -29,12 +29,12 @@ class Draft:
 
 
 class Proposer(Protocol):
-    """Drafts for one request at a time; keeps the state that its next draft needs."""
+    """Drafts for one request at a time, and keeps state between drafts."""
 
     def propose(self, request: Request, limit: int) -> list[Draft]:
-        """Drafts of at most `limit` tokens after the last known token; there may be none.
+        """Return drafts of at most `limit` tokens after the last known token; maybe none.
 
-        Steps may pass without a call for a request. A `limit` of 0 only updates the state.
+        A request may skip steps. A `limit` of 0 only updates the state.
 
         Raises:
             Exception: the proposer failed; it is not called again for this request.

@@ -1,4 +1,4 @@
-"""Drafts for a step: calls the proposers, verifies drafts that pay, learns from the outputs."""
+"""Drafts for a step: calls proposers, selects the drafts that pay, and learns from outputs."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ from twinphase.speculation.lookup import NgramProposer, PredictionProposer, Suff
 from twinphase.speculation.proposer import Draft, Proposer
 from twinphase.speculative import SpeculativeConfig
 
-# Requests whose drafts do not pay are asked for drafts less often: after this many useless drafts
-# in a row with the first interval, and after as many again with twice the interval, up to the
-# largest.
+# Number of useless drafts in a row after which a request is asked for drafts less often: at the
+# first interval, and after as many again at twice the interval, up to the maximum.
 BACKOFF_AFTER_MISSES = 8
 FIRST_RETRY_INTERVAL_STEPS = 4
 MAX_RETRY_INTERVAL_STEPS = 16
 # After this many useless drafts in a row over all requests, a new request starts as if it had
 # missed BACKOFF_AFTER_MISSES times.
 BACKOFF_NEW_REQUESTS_AFTER = 128
-# Weight of a new measurement in the running mean of the time to draft for one request.
+# Weight of a new measurement in the moving average of drafting time per request.
 DRAFT_SECONDS_WEIGHT = 0.1
 
 
@@ -52,7 +51,7 @@ class _State:
 
     proposers: list[Proposer]
     sources: dict[str, SourceCounts] = field(default_factory=dict)
-    # Drafts in a row that did not pay, and the steps between drafts that follow from it.
+    # Number of useless drafts in a row, and the resulting number of steps between drafts.
     num_misses: int = 0
     interval_steps: int = 1
 
@@ -61,9 +60,9 @@ class Speculator:
     """A `Drafter` that chooses among the drafts of several proposers.
 
     Attributes:
-        proposers: called in this order.
+        proposers: proposers in the order of their calls.
         acceptance: learned acceptance rates.
-        draft_model: drafts for requests without a draft from a proposer; None without one.
+        draft_model: drafts for requests without a draft from a proposer; may be None.
     """
 
     def __init__(
@@ -79,11 +78,11 @@ class Speculator:
         """Draft as many tokens as pay.
 
         Args:
-            proposers: called in this order.
-            times: predicts the target's steps.
+            proposers: proposers in the order of their calls.
+            times: predicts the target's step times.
             most: largest number of draft tokens per request and step.
             slo_seconds: the current inter-token SLO; drafts make no step longer.
-            always: verify all drafts, whether they pay or not, for comparison.
+            always: verify all drafts even if they do not pay, for comparisons.
             retry: steps between drafts of a request whose drafts do not pay.
         """
         self.acceptance = Acceptance()
@@ -101,10 +100,10 @@ class Speculator:
         self._num_steps = 0
         self._num_requests = 0
         self._num_misses = 0
-        # Smallest acceptance rate with which a draft pays.
+        # Lowest acceptance rate at which a draft pays.
         self._min_rate = 0.0
-        # Time per token without drafts, added time per drafted row, time to draft for one request.
-        # The last one is largest for heads, which compute their drafts.
+        # Time per token without drafts, added time per drafted row, and time to draft for one
+        # request. The last one is significant only for heads, which compute their drafts.
         self._token_seconds = 0.0
         self._row_seconds = 0.0
         self._draft_seconds = 0.0
@@ -146,7 +145,7 @@ class Speculator:
         }
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
-        """Compare the step's tokens with all drafts, those that were not verified included."""
+        """Compare the step's tokens with all drafts, including those that were not verified."""
         if self.draft_model is not None:
             self.draft_model.observe(batch, output)
         drafts = self._drafts
@@ -168,7 +167,7 @@ class Speculator:
                     break
 
     def forget(self, request: Request) -> None:
-        """Drop the request's state; the request gets the counts of its prediction."""
+        """Drop the request's state, and store its prediction's counts in the request."""
         state = self._states.pop(request.request_id, None)
         if state is not None and (counts := state.sources.get("prediction")):
             request.counts.num_accepted_prediction_tokens = counts.accepted
@@ -199,7 +198,7 @@ class Speculator:
         return state
 
     def _decodes(self, requests: Sequence[Request]) -> StepWork:
-        """The step without drafts."""
+        """The work of the step without drafts."""
         context = sum(request.num_tokens for request in requests) / len(requests)
         return StepWork.of_decodes(len(requests), context, self._times.window)
 
@@ -217,7 +216,7 @@ class Speculator:
         if self._always:
             return requests
         if self._min_rate >= 1:
-            # No draft can pay. One request in turn keeps the acceptance rates up to date.
+            # No draft can pay; one request in turn keeps the acceptance rates up to date.
             place = self._num_steps % max(MAX_RETRY_INTERVAL_STEPS, len(requests))
             return requests[place : place + 1]
         return [
@@ -229,7 +228,7 @@ class Speculator:
     def _update_intervals(
         self, asked: Sequence[Request], drafts: Mapping[str, Draft], lengths: Mapping[str, int]
     ) -> None:
-        """Ask requests less often whose drafts do not pay, until one pays."""
+        """Ask less often for requests whose drafts do not pay, until one pays."""
         paying = {
             name for name, length in lengths.items() if self._pays(name, drafts[name], length)
         }
@@ -252,7 +251,7 @@ class Speculator:
         return saved > length * self._row_seconds + self._draft_seconds
 
     def _lengths(self, requests: Sequence[Request], drafts: Mapping[str, Draft]) -> dict[str, int]:
-        """Number of tokens to verify of each draft; drafts that do not pay are left out."""
+        """Number of draft tokens to verify per request; drafts that do not pay are omitted."""
         if self._always:
             return {name: len(draft.token_ids) for name, draft in drafts.items()}
         slo = self._slo_seconds()
@@ -266,13 +265,13 @@ class Speculator:
         )
 
     def _best(self, request: Request) -> Draft | None:
-        """The admitted draft with the most expected tokens."""
+        """The admissible draft with the most expected tokens."""
         name = request.request_id
         drafts: list[Draft] = []
         proposers = self._state(name).proposers
         expected = self.acceptance.expected
         for proposer in proposers[:]:
-            # Heads compute their drafts: a draft that was found and is as good costs nothing.
+            # A looked-up draft that is as good costs no time, unlike the draft of a head.
             found = drafts and isinstance(proposer, HiddenStateProposer)
             limit = self._most
             if found and max(expected(name, one, len(one.token_ids)) for one in drafts) >= 1:
@@ -311,7 +310,7 @@ def make_speculator(
     slo_seconds: Callable[[], float | None],
     heads: Proposer | None = None,
 ) -> Speculator | None:
-    """The drafter of a configuration; None for no speculation. `heads` are those it names or finds.
+    """The configured drafter, or None; `heads` are the loaded draft heads, if any.
 
     Every method drafts predictions and forced tokens; a draft model is added when it is loaded.
     """
@@ -329,7 +328,7 @@ def make_speculator(
         )
     if heads is not None:
         proposers.append(heads)
-        retry = MAX_RETRY_INTERVAL_STEPS  # A draft of heads takes as long as several rows.
+        retry = MAX_RETRY_INTERVAL_STEPS  # A draft by heads takes as long as several rows.
     return Speculator(
         proposers,
         times,

@@ -1,19 +1,19 @@
 """An index of a growing text that finds the last occurrence of its final tokens.
 
-It finds the longest match that a suffix automaton would find, as long as the match is among the
-last places of its last four tokens. A look-up touches few tokens, however long the text is.
+It finds the same longest match as a suffix automaton, if that is among the most recent occurrences
+of its last four tokens. The cost of a look-up does not grow with the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Lengths of the runs of tokens that places are indexed by.
+# Length of the long runs of tokens that the index has positions for.
 LONG_RUN = 4
 SHORT_RUN = 2
-# Only the last places of a long run are compared.
+# Number of most recent occurrences of a long run that are compared.
 MAX_PLACES = 4
-# Longer matches count as this many tokens.
+# Longer matches count as this number of tokens.
 LONGEST_MATCH = 32
 # A run is packed into one integer, which the garbage collector does not track.
 BITS_PER_TOKEN = 24
@@ -22,19 +22,19 @@ SHORT_MASK = (1 << SHORT_RUN * BITS_PER_TOKEN) - 1
 
 
 class TokenIndex:
-    """A text that grows, and the places where its runs of tokens end.
+    """A growing text, and the positions at which its runs of tokens end.
 
-    Tokens are ids, or -1, which is in no run.
+    Tokens are ids, or -1, which is not part of any run.
     """
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         # The last LONG_RUN tokens.
         self._run = 0
-        # The last place after each run, if a token follows there.
+        # The last position after each run, if a token follows there.
         self._long: dict[int, int] = {}
         self._short: dict[int, int] = {}
-        # For each place, the previous place after the same long run; 0 if there is none.
+        # For each position, the previous position after the same long run; 0 if there is none.
         self._previous: list[int] = []
 
     def __len__(self) -> int:
@@ -49,15 +49,15 @@ class TokenIndex:
         for at, token_id in enumerate(token_ids, len(self.token_ids)):
             previous.append(long.get(run, 0))
             long[run] = short[run & SHORT_MASK] = at
-            run = (run << BITS_PER_TOKEN | token_id + 1) & LONG_MASK  # 0 means no token.
+            run = (run << BITS_PER_TOKEN | token_id + 1) & LONG_MASK  # 0 stands for no token.
         self._run = run
         self.token_ids += token_ids
 
     def find(self, context: Sequence[int]) -> tuple[int, int]:
-        """Place in the text that follows the longest match of the end of `context`, and its length.
+        """The position after the longest match of the end of `context`, and the match's length.
 
-        Among equally long matches the last place is returned. A match has at least two tokens;
-        (0, 0) means that there is none.
+        Among equally long matches the last one is returned. A match has at least two tokens; (0, 0)
+        means that there is none.
         """
         text = self.token_ids
         best = 0

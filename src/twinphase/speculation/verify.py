@@ -1,9 +1,9 @@
 """Verifies a step's drafts and samples each request's new tokens.
 
 A draft token is accepted if it is the token that the request samples without drafts, from the same
-logits and with the same randomness. So the output equals that without speculation, bit for bit and
-at any temperature ("drafter-invariant", Daliri et al., 2024, arXiv:2408.07978). For drafts without
-probabilities no other rule accepts more tokens.
+logits and with the same randomness. So the output is bit-identical to that without speculation, at
+any temperature ("drafter-invariant", Daliri et al., 2024, arXiv:2408.07978). No other rule accepts
+more tokens of drafts without probabilities.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ F32 = NDArray[np.float32]
 
 
 def sample(logits: F32 | Rows, batch: Batch, eos_token_ids: Collection[int]) -> StepOutput:
-    """Sample the new tokens of each request of `batch` that samples.
+    """Sample the new tokens of each request in `batch` that needs one.
 
     Args:
-        logits: float32 [num_logits, vocab_size], rows in the batch's order; not changed. Or the
-            rows that a device sampled.
-        batch: the step.
+        logits: float32 [num_logits, vocab_size], rows in the batch's order, which are not changed;
+            or the rows that a device sampled.
+        batch: batch of the step.
         eos_token_ids: tokens that end an output; `min_tokens` excludes them.
 
     Returns:
-        One token per sampling request and one per accepted draft. A request that cannot be sampled,
-        such as from logits that are not finite, has a reason in `errors` instead; only that request
-        fails.
+        One token per sampling request and one per accepted draft. If a request cannot be sampled,
+        such as from infinite logits, `errors` has the reason, and only that request fails.
     """
     output = StepOutput()
     row = 0
@@ -60,7 +59,7 @@ def sample(logits: F32 | Rows, batch: Batch, eos_token_ids: Collection[int]) -> 
                     logprobs.append(entry)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # A Rust panic, too, fails only this request.
+        except BaseException as error:  # After accepted tokens, the failed row is computed again.
             if not token_ids:  # After accepted tokens, the row that failed is computed again.
                 output.errors[share.request_id] = _reason(error)
                 continue
@@ -76,12 +75,12 @@ def verify(
 ) -> Iterator[tuple[int, TokenLogprobs | None]]:
     """Sample one request's tokens, row by row, while its drafts are accepted.
 
-    The first token that differs from its draft is the request's too, since its row attended to
-    accepted tokens only. A token that ends the output ends the rows as well.
+    The first token that differs from its draft is also valid, because its row attended to accepted
+    tokens only. No row is sampled after a token that ends the output.
 
     Args:
         step: samples the rows.
-        rows: rows of this request, 1 + num_drafts.
+        rows: indices of this request's 1 + num_drafts rows.
         share: the request's share of the step; its `token_ids` end with the drafts.
         eos_token_ids: tokens that end an output.
 
@@ -89,7 +88,7 @@ def verify(
         Each new token, and its log probabilities if requested.
 
     Raises:
-        Exception: as `sample_row` for a row; the tokens before it are valid.
+        Exception: as `sample_row`; the tokens of earlier rows are valid.
     """
     params = share.sampling_params
     accepted = list[int]()
