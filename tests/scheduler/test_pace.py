@@ -127,6 +127,20 @@ def test_between_many_streams_prompts_keep_their_part_of_the_time():
     assert run_step(scheduler)[0].prefills[0].num_scheduled_tokens == 16
 
 
+def test_drafts_do_not_lengthen_the_gap():
+    pacing = make_pacing()
+    pace = pacing.choose()
+    usual = pacing.times.seconds(StepWork.of_decodes(1, 1))
+    scheduler = paced_scheduler(pacing.times, pace, max_num_seqs=2)
+    scheduler.add(make_request("stream", 1, max_tokens=1000))
+    run_step(scheduler)
+    scheduler.add(make_request("prompt", 2000, max_tokens=1))
+    batch = scheduler.schedule({"stream": [7] * 12})
+    assert [batch.decodes[0].num_drafts, batch.prefills[0].num_scheduled_tokens > 0] == [12, True]
+    whole = pacing.times.seconds(batch.work)
+    assert STEP_FACTOR * usual - 17 * ROW < whole <= STEP_FACTOR * usual
+
+
 def test_a_lone_prompt_is_read_in_whole_chunks():
     pace = make_pacing().choose()
     scheduler = paced_scheduler(Noisy(ROW, STEP), pace, max_num_seqs=2)

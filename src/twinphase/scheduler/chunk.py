@@ -44,6 +44,7 @@ class ChunkBudget:
         pace: Pace,
         block_size: int,
         is_shared: bool = False,
+        undrafted: StepWork | None = None,
     ) -> None:
         """Begin with the step's decodes.
 
@@ -57,6 +58,8 @@ class ChunkBudget:
                 blocks.
             is_shared: whether there are several tenants: a request of another tenant may arrive
                 during any step, and has to wait for the end of that step.
+            undrafted: work of the decodes without their drafts, if they have any. It is what the
+                pace's factor multiplies: drafts are no reason to wait longer for a token.
         """
         self.num_tokens = num_tokens
         self._work = decodes
@@ -65,7 +68,8 @@ class ChunkBudget:
         self._limit = None
         if pace.slo_seconds is not None and (decodes.rows or is_shared):
             self._limit = max(
-                times.step_limit(pace.slo_seconds), pace.step_factor * times.seconds(decodes)
+                times.step_limit(pace.slo_seconds),
+                pace.step_factor * times.seconds(undrafted or decodes),
             )
         self._given = False
 
