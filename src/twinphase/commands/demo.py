@@ -1,4 +1,4 @@
-"""`twinphase demo`: a question about a page of text, twice, and what both phases took."""
+"""`twinphase demo`: asks a question about a page of text twice, and reports both phases."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def demo(
         DEFAULT_MODEL, help="Any model that `twinphase run` takes.", autocompletion=complete_model
     ),
 ) -> None:
-    """Ask a question about a page of text twice, and show what prefill and decode took.
+    """Ask a question about a page of text twice, and show the time of prefill and decode.
 
     The page is twinphase's own docs/two-phases.md. The second time its keys and values are in the
-    prefix cache. On a machine that is not measured yet, its limits are measured first.
+    prefix cache. If this machine's limits are unknown, they are measured first.
     """
     raise typer.Exit(_demo(model))
 
@@ -59,7 +59,7 @@ def _demo(model: str) -> int:
 
     text = page()
     bar = Bar("Compiling kernels", "kernels", even=True)
-    # Drafts would mix several tokens into a step; here each step is to give one.
+    # Drafts would put several tokens into a step; the demo needs one token per step.
     llm = LLM(
         model,
         compile_progress=lambda done, total, kernel: bar.update(done, total),
@@ -90,7 +90,7 @@ def _demo(model: str) -> int:
 
 
 def _measure_once(config: EngineConfig) -> None:
-    """Measure this machine's ceilings, with a bar, where none are known."""
+    """Measure this machine's ceilings, with a progress bar, if they are unknown."""
     from twinphase.engine.loading.ceilings import device_of, keep_ceilings, measured_ceilings
     from twinphase.terminal import note
 
@@ -122,7 +122,7 @@ def _measure(config: EngineConfig, title: str) -> Ceilings:
 
 
 def findings(first: PhaseReport, again: PhaseReport) -> list[str]:
-    """What the two reports show, in sentences with their figures."""
+    """Findings from the two reports, in sentences with figures."""
     prefill, decode = first.phases
     lines = []
     if prefill.tokens and decode.tokens:

@@ -1,6 +1,6 @@
 """`twinphase estimate`: the arithmetic of both phases for a model, a machine and a request.
 
-Runs nothing.
+It does not load or run the model.
 """
 
 from __future__ import annotations

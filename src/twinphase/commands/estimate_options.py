@@ -1,4 +1,4 @@
-"""What the options of `twinphase estimate` describe: hardware, a request, and drafts."""
+"""Converts the options of `twinphase estimate` to hardware, a request, and drafting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
 
 def drafting_of(options: EstimateOptions, hardware: Hardware) -> Drafting | None:
-    """Assumed speculation by the options; a draft model runs on the same hardware."""
+    """The assumed speculation; a draft model runs on the same hardware."""
     config = speculative_config(options.speculative_config)
     acceptance = options.acceptance
     if (config.method == "none") != (acceptance is None):
@@ -62,7 +62,7 @@ def _number(option: str, text: str | None) -> float | None:
 
 
 def hardware_of(options: EstimateOptions) -> Hardware:
-    """What --hardware names; figures given as options replace its own."""
+    """The hardware that --hardware names; figures given as options replace its own."""
     name = options.hardware
     devices = options.devices
     given = {option: getattr(options, option) for option in ("flops", "bandwidth", "memory")}
@@ -97,10 +97,10 @@ def hardware_of(options: EstimateOptions) -> Hardware:
 
 
 def this_machine(backend: str = "cpu") -> Hardware:
-    """What was measured here with a backend.
+    """The measured figures of this machine with a backend.
 
     Raises:
-        InvalidRequestError: nothing was.
+        InvalidRequestError: the machine was not measured.
     """
     config = EngineConfig(backend=backend)
     ceilings = measured_ceilings(config)
@@ -133,7 +133,7 @@ def scenario_of(shape: DecoderShape, options: EstimateOptions) -> Scenario:
     kv_dtype = options.kv_cache_dtype
     dtype = options.dtype or ""
     if dtype:
-        bytes_per_weight(dtype)  # refuses an unknown name before anything is computed
+        bytes_per_weight(dtype)  # This refuses an unknown name before anything is computed.
     b = shape.blueprint
     if here and kv_dtype in ("auto", "int8"):
         device = open_device(options.backend)
@@ -163,5 +163,5 @@ def _units(dtype: str, compute_dtype: str | None, backend: str | None) -> Units:
     if backend is None:
         return units_for(dtype)
     units = open_device(backend).units({(dtype.upper().replace("FP", "F"), 2)})
-    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as datasheets have them
+    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # Names as in datasheets.
     return Units(*(names.get(unit, unit) for unit in (units.linear, units.scores, units.values)))

@@ -1,4 +1,4 @@
-"""Shows an estimate: both phases side by side in a table, or as JSON."""
+"""Prints an estimate: both phases side by side in a table, or as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, 
 
 
 def scaled(value: float | None, unit: str) -> str:
-    """Four digits with a decimal prefix."""
+    """The value with four digits and a decimal prefix."""
     if value is None:
         return "unknown"
     size, prefix = next(((size, prefix) for size, prefix in PREFIXES if value >= size), (1.0, ""))
@@ -36,7 +36,7 @@ def scaled(value: float | None, unit: str) -> str:
 
 
 def time_text(seconds: float | None) -> str:
-    """Three digits in s, ms or µs."""
+    """The time with three digits, in s, ms or µs."""
     if seconds is None:
         return "unknown"
     if seconds >= 1:
@@ -113,7 +113,7 @@ def _hardware_line(result: Estimate) -> str:
 
 
 def show_estimate(result: Estimate, explain: bool) -> None:
-    """Print both phases, consequences, warnings and assumptions; formulas if `explain`."""
+    """Print both phases, consequences, warnings and assumptions; with `explain`, formulas too."""
     console = answers()
     console.print(Text(_model_line(result), "bold"))
     console.print(Text(f"  from {result.shape.source}", "dim"))
@@ -130,7 +130,7 @@ def show_estimate(result: Estimate, explain: bool) -> None:
 
 
 def print_notes(warned: Iterable[str], assumed: Iterable[str]) -> None:
-    """Lines below the numbers: warnings, then what the numbers assume."""
+    """Print the notes below the numbers: warnings, then assumptions."""
     for line in warned:
         answers().print(Text(f"! {line}", "bold yellow"))
     for line in assumed:
@@ -245,7 +245,7 @@ def _speculation(result: Estimate, with_drafts: SpeculationEstimate) -> str:
 
 
 def grid(rows: Iterable[tuple[str, str]]) -> Table:
-    """Rows of a name and a value."""
+    """A table with rows of a name and a value."""
     grid = Table.grid(padding=(0, 2))
     for name, value in rows:
         grid.add_row(name, Text(value))
@@ -253,7 +253,7 @@ def grid(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def _formulas(result: Estimate) -> Iterator[tuple[str, str]]:
-    """Each formula with this estimate's numbers."""
+    """Each formula with the numbers of this estimate."""
     b = result.shape.blueprint
     scenario = result.scenario
     prefill = result.prefill
@@ -328,7 +328,7 @@ def _phase_json(phase: PhaseEstimate) -> dict[str, Any]:
 
 
 def shape_json(shape: DecoderShape) -> dict[str, Any]:
-    """A model's numbers; RoPE's frequencies are left out."""
+    """A model's sizes, without RoPE's frequencies."""
     described = {name: value for name, value in asdict(shape.blueprint).items() if name != "ropes"}
     given = {name: getattr(shape, name) for name in ("name", "source", "dtype")}
     counts = ("linear_parameters", "total_parameters", "active_parameters")
@@ -342,7 +342,7 @@ def shape_json(shape: DecoderShape) -> dict[str, Any]:
 
 
 def estimate_json(result: Estimate) -> dict[str, Any]:
-    """Everything that is known; None is unknown."""
+    """All results as JSON; None is unknown."""
     hardware = result.hardware
     scenario = result.scenario
     decode = result.decode.seconds
@@ -391,7 +391,7 @@ def estimate_json(result: Estimate) -> dict[str, Any]:
 
 
 def show_hardware(as_json: bool) -> None:
-    """Every datasheet, its figures and the documents that state them."""
+    """Print every datasheet with its figures and the documents that state them."""
     if as_json:
         print_json([asdict(sheet) for sheet in DATASHEETS.values()])
         return
@@ -421,7 +421,7 @@ def show_hardware(as_json: bool) -> None:
         console.print(Text(sheet.name, "bold"))
         for source in sheet.sources:
             console.print(Text(f"  {', '.join(source.figures)}: {source.title}"))
-            # The address stays whole, to be copied.
+            # The address is not wrapped, so that it can be copied.
             console.print(Text(f"    {source.address}", "dim"), soft_wrap=True)
         for figure, formula in sheet.computed.items():
             console.print(Text(f"  {figure} is computed: {formula}"))
@@ -438,7 +438,7 @@ def show_models(as_json: bool) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for head in ("name", "parameters", "active", "context"):
         table.add_column(head, no_wrap=True)
-    # The name stays whole, to be copied.
+    # The name is not truncated, so that it can be copied.
     table.add_column("repository", overflow="fold")
     for shape in shapes:
         active = f"{shape.active_parameters:,}" if shape.blueprint.experts else ""

@@ -1,4 +1,4 @@
-"""`twinphase explain`: one request's time, its bounds, their causes, and what to change."""
+"""`twinphase explain`: shows a request's time, its bounds, their causes, and what to change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def explain(
     json: bool = JSON,
     out: Path = typer.Option(None, help="Write a page for browsers into this file, FILE.html."),
 ) -> None:
-    """Explain one request: a waterfall of its time, bounds of each phase, causes and changes."""
+    """Explain one request: a waterfall of its time, the bound of each phase, causes and changes."""
     if out is not None and out.suffix != ".html":
         raise InvalidRequestError(
             f"--out {out} is not the name of a page.", "Give a file that ends with .html."

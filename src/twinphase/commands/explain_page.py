@@ -1,7 +1,7 @@
-"""An explanation as one HTML file, drawn by the scripts of the live page.
+"""Writes an explanation as one HTML file, drawn by the scripts of the live page.
 
-The file carries its scripts, its style and its data, and opens without a network. Its policy (CSP)
-allows that one script and that one style by their hashes. Data becomes text nodes, never markup.
+The file contains its script, its style and its data, and needs no network. Its policy (CSP) allows
+only that script and that style, by their hashes. Data becomes text nodes, never markup.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from twinphase.errors import StorageError
 from twinphase.explain.alone import alone_sentences
 
-# Each module after those that it imports.
+# Each module comes after the modules that it imports.
 MODULES = ("dom", "lane", "draw", "figures", "explained")
 IMPORT_OR_EXPORT = re.compile(r"^(import .*? from \".*?\";\n|export )", re.MULTILINE | re.DOTALL)
 HTML = """<!doctype html>
@@ -45,12 +45,12 @@ def write_page(found: Mapping[str, Any], timeline: Mapping[str, Any] | None, fil
     """Write the page of an explanation.
 
     Args:
-        found: as `explain_source.py` gives it.
-        timeline: as `explain_source.timeline_of` gives it; without one no lane is drawn.
-        file: to write.
+        found: explanation from `explain_source.py`.
+        timeline: result of `explain_source.timeline_of`; without it no lane is drawn.
+        file: file to write.
 
     Raises:
-        StorageError: no space or no right to write.
+        StorageError: the file cannot be written.
     """
     try:
         file.write_text(page(found, timeline), encoding="utf-8")
@@ -72,14 +72,14 @@ def page(found: Mapping[str, Any], timeline: Mapping[str, Any] | None) -> str:
         script_hash=_hash(script),
         style_hash=_hash(style),
         style=style,
-        # So that no text can end the element or open a comment.
+        # No text may end the element or open a comment.
         data=data.replace("<", "\\u003c"),
         script=script,
     )
 
 
 def _drawn(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page shows of an explanation, its times in ms as the server writes them."""
+    """The parts of an explanation that the page shows, with times in ms as from a server."""
     falls = found["waterfall"]
     is_client = found["kind"] == "client"
     counted = {"num_requests": found["num_requests"]} if is_client else {}

@@ -1,8 +1,8 @@
-"""Evidence from a saved ledger.
+"""Reads evidence from a saved ledger.
 
-Four forms are accepted: the output of `twinphase run --json` or of
-`GET /v1/requests/{id}/timeline`, an answer's body (or last chunk) with `timings`, and the `timings`
-alone. Facts missing in a form stay unknown. `explain_source.py` opens files;
+Four forms are accepted: the output of `twinphase run --json` or of `GET
+/v1/requests/{id}/timeline`, an answer's body (or last chunk) with `timings`, and the `timings`
+alone. Facts that a form lacks stay unknown. `explain_source.py` opens files, and
 `twinphase/explain/loads.py` reads results of loads.
 """
 
@@ -54,7 +54,7 @@ Bound = Literal["compute", "memory", "overhead", "kernels", "contention", "ranks
 
 
 class SavedLedgerError(TwinphaseError):
-    """JSON that is not a ledger, or a damaged one."""
+    """The JSON is not a ledger, or is damaged."""
 
     exit_code = 2
 
@@ -63,7 +63,7 @@ def read_ledger(found: Any) -> Evidence:
     """The evidence in the JSON of a file.
 
     Raises:
-        SavedLedgerError: it is none of the forms, or a number in it cannot be right.
+        SavedLedgerError: it has none of these forms, or a number in it is impossible.
         WaterfallError: its parts do not add up to its whole.
     """
     if not isinstance(found, Mapping):
@@ -83,14 +83,14 @@ def read_ledger(found: Any) -> Evidence:
         ValueError,
         AttributeError,
         ArithmeticError,
-    ) as error:  # msgspec's is a ValueError
+    ) as error:  # msgspec's error is a ValueError.
         raise SavedLedgerError(
             f"The ledger is damaged: {type(error).__name__}: {error}.", ACCEPTED
         ) from None
 
 
 def check_numbers(found: Any) -> None:
-    """Refuse numbers that are NaN (Python writes them to JSON), infinite or too large."""
+    """Refuse numbers that are NaN (which Python writes to JSON), infinite or too large."""
     rest = [found]
     while rest:
         value = rest.pop()
@@ -101,7 +101,7 @@ def check_numbers(found: Any) -> None:
 
 
 def _timings_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The timings of a body; with several answers, those of the first."""
+    """The timings of a body; with several answers, those of the first one."""
     choices = body.get("choices")
     bodies = [body, *(choices if isinstance(choices, list) else [])]
     timings = next(
@@ -148,7 +148,7 @@ def _request(
 def _of_sums(
     seconds: Mapping[str, float], ttft: float | None, tpot: float | None, request: RequestCounts
 ) -> RequestTimeline:
-    """A timeline of sums, with its first and its last token."""
+    """A timeline of sums, with the times of its first and last token."""
     timeline = RequestTimeline(0.0)
     num_output = request.num_output_tokens
     unknown = set(seconds) - {kind.value for kind in IntervalKind}

@@ -1,7 +1,7 @@
 """Gets an explanation from a server or a file, as plain values.
 
-The values are those of `Explanation.as_dict`, with "id" (of a request, or a file's name) and
-"kind": "ledger", or "client" for the result of a load, which has a client's measurements only.
+The values are those of `Explanation.as_dict`, with "id" (a request's id or a file's name) and
+"kind": "ledger", or "client" for the result of a load, which has only a client's measurements.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from twinphase.server.live.recording import is_recording, read_recording
 MAX_FILE_BYTES = 1 << 30
 MAX_REPLY_BYTES = 64 << 20
 REPLY_TIMEOUT_SECONDS = 60.0
-# What a result is, by its kind; of a bench result, by the names in its data.
+# Descriptions of results by kind; bench results are described by the names in their data.
 RESULTS = {"lab": "a lab result", "roofline": "a roofline", "compare": "a comparison of results"}
 BENCH_RESULTS = {"load": "a load's result", "phase sweep": "a phase sweep"}
 DEFAULT_URL = "http://127.0.0.1:8000"
-# Of OpenSSL: the certificate has another host name, or another IP address.
+# OpenSSL's codes for a certificate with another host name or IP address.
 WRONG_NAME_CODES = (62, 64)
 CHECK_URL = "Is it a twinphase server? Give --url as the server logged it when it started."
 
@@ -50,18 +50,18 @@ def as_file(what: str) -> Path | None:
         if path.is_dir():
             return path / "result.json"
         return path if path.exists() or path.suffix == ".json" or "/" in what else None
-    except (OSError, ValueError):  # Too long for a path, or with a null byte.
+    except (OSError, ValueError):  # The text is too long for a path, or contains a null byte.
         return None
 
 
 def from_file(path: Path) -> dict[str, Any]:
-    """The explanation of what a file holds.
+    """The explanation of a file's content.
 
     Raises:
-        SavedLedgerError: it cannot be read, is not JSON, or is none of the accepted forms.
-        ResultError: it is a result, but not that of a load.
-        WaterfallError: its ledger does not add up.
-        RecordingError: it is a recording, and damaged.
+        SavedLedgerError: the file cannot be read, is not JSON, or has none of the accepted forms.
+        ResultError: the file is a result, but not that of a load.
+        WaterfallError: the parts of its ledger do not add up.
+        RecordingError: the file is a damaged recording.
     """
     if is_recording(path):
         return _from_recording(path)
@@ -81,7 +81,7 @@ def from_file(path: Path) -> dict[str, Any]:
 
 
 def _from_recording(path: Path) -> dict[str, Any]:
-    """The explanation of the last request in a recording that has its ledger."""
+    """The explanation of the last request in a recording that has a ledger."""
     lanes = read_recording(path).lanes.values()
     finished = [lane for lane in lanes if isinstance(lane.get("timings"), dict)]
     if not finished:
@@ -105,7 +105,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _result_name(result: dict[str, Any]) -> str:
-    """What a result is, in words."""
+    """A description of a result's kind."""
     if result.get("kind") != "bench":
         return RESULTS.get(str(result.get("kind")), "a result")
     parts = result["data"] if isinstance(result.get("data"), dict) else {}
@@ -115,8 +115,8 @@ def _result_name(result: dict[str, Any]) -> str:
 def _add_engines_own(explanation: dict[str, Any], engines: dict[str, Any]) -> None:
     """Add the engine's own explanation from `run --explain --json`, which begins at the arrival.
 
-    Its causes come from a ledger with every interval; their shares of TTFT are scaled to the whole
-    wait.
+    Its causes come from a ledger with all intervals; their shares of TTFT are scaled to the whole
+    waiting time.
     """
     first_token = explanation["waterfall"]["first_token"]
     scale = (engines["waterfall"]["first_token"] or 0.0) / first_token if first_token else 1.0
@@ -136,7 +136,7 @@ def _add_engines_own(explanation: dict[str, Any], engines: dict[str, Any]) -> No
 
 
 def _checked(found: Any, name: str) -> dict[str, Any]:
-    """A saved explanation, checked, with an id and a kind."""
+    """A saved explanation, validated, with an id and a kind."""
     try:
         if not isinstance(found, dict):
             raise ValueError(f"it is a JSON {type(found).__name__}")
@@ -154,14 +154,14 @@ def _checked(found: Any, name: str) -> dict[str, Any]:
         )
         if not phases <= {"prefill", "decode"}:
             raise ValueError("it has phases other than prefill and decode")
-    except (ValueError, KeyError, ArithmeticError) as error:  # msgspec's own is a ValueError
+    except (ValueError, KeyError, ArithmeticError) as error:  # msgspec's error is a ValueError.
         raise SavedLedgerError(f"The explanation is damaged: {error!s:.200}.", ACCEPTED) from None
     plain = explanation.as_dict() if isinstance(explanation, Explanation) else asdict(explanation)
     return {**plain, "id": str(found.get("id") or name), "kind": kind}
 
 
 def from_server(url: str | None, api_key: str | None, request_id: str | None) -> dict[str, Any]:
-    """The explanation of a server's request; of the last one that finished if no id is given.
+    """The explanation of a server's request, by default of the last one that finished.
 
     Raises:
         InvalidRequestError: the URL is not valid.
@@ -191,7 +191,7 @@ def from_server(url: str | None, api_key: str | None, request_id: str | None) ->
 def timeline_of(
     file: Path | None, url: str | None, api_key: str | None, request_id: str
 ) -> dict[str, Any] | None:
-    """The intervals and token times of what is explained, checked; None where only sums are known.
+    """The intervals and token times of a request, validated; None if only sums are known.
 
     They are those of GET /v1/requests/{id}/timeline; times are in ms from the request's arrival.
 
@@ -226,7 +226,7 @@ def timeline_of(
 def server_base(url: str | None) -> str:
     """The base URL of a server, without /v1 at the end.
 
-    Without one, it is that of the only server that this user runs on this machine, or the default.
+    Without a URL, it is the only server that this user runs on this machine, or the default.
 
     Raises:
         InvalidRequestError: the URL is not valid.
@@ -245,7 +245,7 @@ def server_base(url: str | None) -> str:
 
 
 def get_json(url: str, api_key: str | None) -> dict[str, Any]:
-    """The JSON object that a server answers with.
+    """The JSON object in a server's reply.
 
     Raises:
         EngineUnavailableError: no server answers.
@@ -278,7 +278,7 @@ def get_json(url: str, api_key: str | None) -> dict[str, Any]:
 
 
 def _tls_problem(url: str, reason: object) -> TwinphaseError | None:
-    """The error where a server answers, but not in this way."""
+    """The error if a server answers, but TLS fails; None for other reasons."""
     if isinstance(reason, ssl.SSLCertVerificationError):
         why = reason.verify_message.rstrip(".")
         fix = "Set SSL_CERT_FILE to a PEM file with its certificate, or that of its authority."
@@ -296,7 +296,7 @@ def _tls_problem(url: str, reason: object) -> TwinphaseError | None:
 
 
 def _refused(url: str, status: int, body: bytes) -> TwinphaseError:
-    """The error with the server's message, if it sent one."""
+    """The error with the server's message, if there is one."""
     try:
         message = str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,6 +1,6 @@
-"""An explanation on a terminal: a waterfall of bars that sums to 100 %, then what it means.
+"""Prints an explanation: a waterfall of bars that sums to 100 %, then its meaning.
 
-Computes nothing.
+The values are computed elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from twinphase.explain.levers import duration, percent
 from twinphase.phases.colours import TERMINAL_CODES
 from twinphase.terminal import BOLD, DIM, YELLOW, paint, percentages
 
-# Waiting is red, other requests in the same steps are yellow.
+# Waiting is red, and other requests in the same steps are yellow.
 PREFILL = TERMINAL_CODES["prefill"]
 DECODE = TERMINAL_CODES["decode"]
 OTHERS = YELLOW
@@ -45,7 +45,7 @@ def _paint(text: str, *codes: str) -> str:
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """The whole explanation."""
+    """The lines of the whole explanation."""
     yield _paint(f"{found['id']}: {_headline(found)}", BOLD)
     yield ""
     yield from _bars(found["waterfall"])
@@ -88,7 +88,7 @@ def _headline(found: Mapping[str, Any]) -> str:
 
 
 def _bars(falls: Mapping[str, Any]) -> Iterator[str]:
-    """One bar per kind, each beginning where the one above ended."""
+    """One bar per kind, each beginning where the previous one ended."""
     bars = falls["bars"]
     wall = falls["wall_seconds"]
     width = max(MIN_BAR_COLUMNS, min(MAX_BAR_COLUMNS, shutil.get_terminal_size().columns - 42))
@@ -105,7 +105,7 @@ def _bars(falls: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _blocks(start: float, end: float) -> str:
-    """Block characters from column `start` to `end`, at least an eighth, to be visible."""
+    """Block characters from column `start` to `end`; at least an eighth, to be visible."""
     eighths = max(
         1, round(8 * (end - int(start))) if int(start) == start else round(8 * (end - start))
     )
@@ -139,7 +139,7 @@ def _diagnoses(found: Mapping[str, Any], phase: str, title: str) -> Iterator[str
 
 
 def _share(one: Mapping[str, Any], kind: str) -> str:
-    """The share of the symptom; a client's comparisons have no common whole."""
+    """The share of the symptom; a client's comparisons have no common total."""
     if kind == "client":
         return "- "
     return f"{_percent(one['share']) if one['share'] is not None else '?':>6}  "

@@ -1,6 +1,6 @@
-"""The command line's help: groups of commands and options, examples, and hints for other words.
+"""The command line's help: groups of commands and options, examples, and hints.
 
-Without rich, whose import costs as much as reading a short prompt.
+It does not use rich, whose import takes as long as the prefill of a short prompt.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MEASURE = "Measure and explain"
 CLUSTER = "Cluster and devices"
 OTHER = "Help"
 GROUPS = (ASK, SERVE, MODELS, MEASURE, CLUSTER, OTHER)
-# Other tools' names for commands, which work here too.
+# Names that other tools use for commands are accepted too.
 ALIASES = {"ls": "list"}
-# Words that other tools take as commands.
+# Hints for words that are commands in other tools.
 HINTS = {
     "chat": "`twinphase run` without a prompt starts a chat.",
     **dict.fromkeys(("ask", "generate", "prompt"), "Use `twinphase run MODEL PROMPT`."),
@@ -36,7 +36,7 @@ HINTS = {
     "logs": "A server writes its log to the terminal where it was started.",
 }
 SHELLS = ("bash", "zsh", "fish")
-# Typer's own script would fail at names with a colon, where bash by itself ends a word.
+# Typer's own script would fail at names with a colon, where bash by default ends a word.
 BASH_COMPLETION = r"""
 _twinphase_completion() {
     local line="${COMP_LINE:0:COMP_POINT}" word prefix=""
@@ -75,7 +75,7 @@ class Command(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """The commands in groups, also under other tools' names."""
+    """The commands in groups, with other tools' names as aliases."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return super().get_command(ctx, ALIASES.get(cmd_name, cmd_name))
@@ -121,7 +121,7 @@ def help_(
     context: typer.Context,
     command: str = typer.Argument(None, help="The command to explain."),
 ) -> None:
-    """Show the help of a command, or of all."""
+    """Show the help of a command, or of all commands."""
     group: Any = context.parent
     if command is None:
         print(group.get_help())

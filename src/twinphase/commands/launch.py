@@ -1,7 +1,7 @@
-"""`twinphase launch`: starts another program that asks this machine's server.
+"""`twinphase launch`: starts another program that uses a server on this machine.
 
-What each program needs is in `CLIENTS`: variables of its environment and arguments, so that none
-of its own files are changed.
+`CLIENTS` has the environment variables and arguments of each program, so that the program's own
+files are not changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from twinphase import lifeline
 from twinphase.arguments import API_KEY, DEFAULT_MODEL, URL
 from twinphase.errors import EngineUnavailableError, InvalidRequestError, TwinphaseError
 
-# Programs refuse to start without a key; a server without keys ignores it.
+# Programs refuse to start without a key, and a server without keys ignores it.
 NO_KEY = "none"
 POLL_SECONDS = 0.2
 END_SECONDS = 20.0
@@ -37,7 +37,7 @@ AGENT_PROMPT_TOKENS = 16_000
 
 @dataclass(frozen=True)
 class Target:
-    """A server's address without a path, its model's name, and a key for it."""
+    """A server's base URL, the name of its model, and a key for it."""
 
     url: str
     model: str
@@ -49,11 +49,11 @@ class Client:
     """A program that `launch` starts.
 
     Attributes:
-        title: its own name.
+        title: the program's own name.
         command: its executable.
         install: the command that installs it.
-        prepare: gives the variables and the arguments that point it to a server.
-        is_agent: it sends long prompts that describe its tools.
+        prepare: returns the variables and arguments for a server.
+        is_agent: whether it sends long prompts that describe its tools.
     """
 
     title: str
@@ -73,7 +73,7 @@ def _claude(target: Target) -> tuple[Mapping[str, str], list[str]]:
     return {
         "ANTHROPIC_BASE_URL": target.url,
         "ANTHROPIC_AUTH_TOKEN": target.key,
-        # One from the user's own environment would be asked about.
+        # With a key from the user's own environment, the program would ask which one to use.
         "ANTHROPIC_API_KEY": "",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         **{f"ANTHROPIC_{name}": target.model for name in models},
@@ -81,7 +81,7 @@ def _claude(target: Target) -> tuple[Mapping[str, str], list[str]]:
 
 
 def _codex(target: Target) -> tuple[Mapping[str, str], list[str]]:
-    # Values are TOML, whose strings JSON's are.
+    # Values are TOML, where JSON's strings are valid.
     provider = {
         "name": "twinphase",
         "base_url": f"{target.url}/v1",
@@ -164,7 +164,7 @@ def launch(
     with _serving(base, model, api_key, start=not show) as target:
         variables, own = chosen.prepare(target)
         if (trusted := os.environ.get("SSL_CERT_FILE")) and base.startswith("https:"):
-            # Programs on Node.js have a variable of their own.
+            # Programs on Node.js use this variable instead.
             variables = {"NODE_EXTRA_CA_CERTS": trusted, **variables}
         words = [*own, *(arguments or [])]
         if show:
@@ -180,8 +180,8 @@ def launch(
 
 
 def _run(command: list[str], variables: Mapping[str, str]) -> int:
-    """Run a program until it ends; Ctrl-C is the program's own."""
-    # Unlike an ignored signal, one that is handled here has its usual effect in the program.
+    """Run a program until it ends; Ctrl-C goes to the program."""
+    # Unlike an ignored signal, a handled one has its default effect in the child.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
@@ -191,7 +191,7 @@ def _run(command: list[str], variables: Mapping[str, str]) -> int:
 
 @contextlib.contextmanager
 def _serving(base: str, model: str | None, key: str | None, start: bool) -> Iterator[Target]:
-    """The server at `base`; one of this block where none answers."""
+    """The server at `base`, or one for the duration of the block if none answers."""
     from twinphase.terminal import note
 
     if (name := _served_model(base, key)) is not None:
@@ -226,7 +226,7 @@ def _served_model(base: str, key: str | None) -> str | None:
 
 @contextlib.contextmanager
 def _started(model: str, host: str, port: int, key: str | None) -> Iterator[None]:
-    """A server in a session of its own, so that Ctrl-C does not reach it."""
+    """Run a server in its own session, so that it does not get Ctrl-C."""
     from twinphase.terminal import note, transient
     from twinphase.weights.storage import cache_root
 
@@ -287,7 +287,7 @@ def _require_model(base: str, key: str | None) -> str:
 
 
 def _short_context(base: str, key: str | None) -> int | None:
-    """The model's context in tokens if an agent's prompts may be longer."""
+    """The model's context in tokens if an agent's prompts may exceed it."""
     from twinphase.commands.explain_source import get_json
 
     loaded = get_json(f"{base}/api/ps", key).get("models") or [{}]

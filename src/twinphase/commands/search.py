@@ -1,4 +1,4 @@
-"""`twinphase search`, and what `show` says of the catalogue's entry of a model."""
+"""`twinphase search`, and the catalogue's part of `twinphase show`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def search(
     words: list[str] = typer.Argument(None, help="Parts of a name or licence; all must occur."),
     json: bool = JSON,
 ) -> None:
-    """Search the models that can be fetched by name; without a word, list them all."""
+    """Search the models that can be fetched by name; without a word, list all of them."""
     from twinphase.terminal import answers, note, print_json
     from twinphase.weights import catalogue
 
@@ -44,7 +44,7 @@ def search(
 
 
 def catalogue_facts(entry: Entry) -> dict[str, Any]:
-    """The entry as plain values; "sha256" only of what this project has fetched and run."""
+    """The entry as plain values; "sha256" exists only for files that this project has tried."""
     return {
         "name": entry.name,
         "names": list(entry.names),
@@ -60,7 +60,7 @@ def catalogue_facts(entry: Entry) -> dict[str, Any]:
 
 
 def catalogue_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the catalogue knows, as rows; none of a model that is not in it."""
+    """The catalogue's facts as rows; empty for a model that is not in it."""
     if not facts:
         return
     yield "names", ", ".join(facts["names"])
@@ -75,7 +75,7 @@ def catalogue_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def show_catalogued(entry: Entry) -> None:
-    """Print what is known of a model that is not here."""
+    """Print the catalogue's facts about a model that was not fetched."""
     from rich.text import Text
 
     from twinphase.commands.estimate_view import grid

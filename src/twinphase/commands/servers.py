@@ -1,4 +1,4 @@
-"""`twinphase ps` and `twinphase stop`: what a server has loaded, and its end."""
+"""`twinphase ps` and `twinphase stop`: list the model of a server, or end the server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from twinphase.errors import EngineUnavailableError, TwinphaseError
 COLUMNS = ("model", "size", "context", "waiting", "prefill", "decode", "url")
 NUM_TEXT_COLUMNS = 1
 POLL_SECONDS = 0.05
-# The first signal lets answers finish, and the next ones end them.
+# The first signal lets answers finish, and later ones end them.
 SIGNAL_SECONDS = 0.5
 
 

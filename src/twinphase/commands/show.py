@@ -1,6 +1,6 @@
-"""`twinphase show`: what a model is, and what both phases would take here.
+"""`twinphase show`: shows a model, and bounds of both phases on this machine.
 
-Reads no weights and fetches nothing.
+It does not read weights or fetch files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `twinphase show` says of a model, as plain values."""
+"""Collects the facts for `twinphase show` as plain values."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import quantization_name
 from twinphase.weights.hub import cached_model
 
-# Prompt of the request that both phases are estimated for.
+# Prompt length of the request whose phases are estimated.
 PROMPT_TOKENS = 512
 
 
 def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
-    """Everything `show` prints, as plain values; an encoder "embeds" or "scores" and has no phases.
+    """Everything that `show` prints, as plain values; an encoder "embeds" or "scores".
 
     Raises:
-        ModelNotFoundError: there is no such model here.
-        InvalidRequestError: it cannot be divided among `ranks`.
-        TwinphaseError: it cannot be read, or is of an architecture that is not known.
+        ModelNotFoundError: there is no such model on this machine.
+        InvalidRequestError: the model cannot be divided among `ranks`.
+        TwinphaseError: the model cannot be read, or its architecture is not supported.
     """
     checkpoint = open_model(_local(name), header_only=True)
     if is_encoder(checkpoint):
@@ -121,7 +121,7 @@ def _local(name: str) -> Path:
 
 
 def _formats(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Tensors and bytes of each type, the largest first."""
+    """Number of tensors and bytes by storage type, the largest first."""
     found: dict[str, dict[str, Any]] = {}
     for tensor in checkpoint.tensors.values():
         one = found.setdefault(tensor.type, {"type": tensor.type, "tensors": 0, "bytes": 0})
@@ -151,7 +151,7 @@ def _kv_cache(b: Blueprint) -> dict[str, dict[str, int]]:
 
 
 def _ranks(checkpoint: Checkpoint, b: Blueprint, count: int) -> list[dict[str, Any]]:
-    """What each rank holds: weight bytes, KV heads, and bytes per token by `kv_cache_dtype`."""
+    """The share of each rank: weight bytes, KV heads, and bytes per token by `kv_cache_dtype`."""
     return [
         {
             "weights": weights,
@@ -192,7 +192,7 @@ def _tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, dict[str, Any]
 
 
 def _both_phases(shape: DecoderShape) -> dict[str, Any] | None:
-    """Bounds of both phases by this machine's measured ceilings; None without measurements."""
+    """Bounds of both phases from this machine's measured ceilings; None without measurements."""
     prompt = max(1, min(PROMPT_TOKENS, shape.blueprint.context_length - 1))
     options = EstimateOptions(hardware="this", prompt_tokens=prompt, output_tokens=2)
     try:

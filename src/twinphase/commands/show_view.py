@@ -1,4 +1,4 @@
-"""How `twinphase show` prints a model. Computes nothing."""
+"""Prints the facts about a model for `twinphase show`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = {"byte-level": "byte-level BPE", "sentencepiece": "SentencePiece", "word
 
 
 def show_facts(facts: dict[str, Any]) -> None:
-    """Print what `model_facts` found."""
+    """Print the result of `model_facts`."""
     console = answers()
     console.print(
         Text(f"{facts['name']}: {facts['architecture']}, {facts['quantization']}", "bold")

@@ -54,7 +54,7 @@ def status(
 
 
 def ceilings(worker: Mapping[str, Any]) -> str:
-    """One line of a worker's measured ceilings, and which are not known."""
+    """A line with a worker's measured ceilings, and those that are unknown."""
     known = worker.get("ceilings")
     if not isinstance(known, Mapping):
         return f"{worker.get('id')}: ceilings are not measured yet"
@@ -90,7 +90,7 @@ def _row(worker: Mapping[str, Any]) -> Sequence[str]:
 
 
 def table(rows: Sequence[Sequence[str]], num_text_columns: int = NUM_TEXT_COLUMNS) -> Iterator[str]:
-    """Lines of columns of equal width; those after the first ones to the right."""
+    """Lines of columns of equal width; columns after the first `num_text_columns` align right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

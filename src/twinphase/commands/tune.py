@@ -1,4 +1,4 @@
-"""`twinphase tune`: which kernel configurations are fastest for a model on this GPU."""
+"""`twinphase tune`: finds the fastest kernel configurations for a model on this GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def tune(
     device: str = typer.Option(None, help="cuda or cuda:N. [default: the first GPU]"),
     dtype: str = typer.Option("auto", help="Element type: auto, float16 or bfloat16."),
 ) -> None:
-    """Time the GPU kernel candidates for a model's shapes; keep the fastest for later runs."""
+    """Time the GPU kernel candidates for a model's shapes, and store the fastest for later runs."""
     from twinphase.config import EngineConfig
     from twinphase.engine.loading.loading import make_backend
     from twinphase.models.loader import load_model, open_model

@@ -17,14 +17,14 @@ from twinphase.errors import (
 )
 from twinphase.server.config import ServerConfig
 
-# Weight of the latest request in the moving average of a tenant's work.
+# Weight of the latest request in the moving average of a tenant's work per request.
 LATEST_WEIGHT = 0.1
 SHARE_WINDOW_SECONDS = 10.0
 MAX_RETRY_SECONDS = 60
 
 
 class AuthenticationError(TwinphaseError):
-    """A missing or unknown API key."""
+    """The API key is missing or unknown."""
 
     http_status = 401
 
@@ -33,15 +33,15 @@ class Access:
     """API keys, stored as digests, and their tenants."""
 
     def __init__(self, keys: Mapping[str, str]) -> None:
-        """`keys`: the tenant of each key."""
+        """`keys` maps each key to its tenant."""
         self._tenants = [
             (hashlib.sha256(key.encode()).digest(), tenant) for key, tenant in keys.items()
         ]
 
     def tenant(self, authorization: str | None) -> str:
-        """The tenant of an Authorization header, "" when no keys are asked for.
+        """The tenant of an Authorization header; "" if the server has no keys.
 
-        Every key is compared, each in constant time, so that delays reveal nothing about keys.
+        Every key is compared in constant time, so that response times reveal nothing about keys.
         """
         if not self._tenants:
             return ""
@@ -57,7 +57,7 @@ class Access:
 
 
 def salted(tenant: str, cache_salt: str | None) -> str | None:
-    """The prefix cache's salt for a tenant's request: tenants never share cached prefixes."""
+    """The prefix cache's salt for a tenant's request: tenants do not share cached prefixes."""
     return f"{tenant}|{cache_salt or ''}" if tenant else cache_salt
 
 
@@ -69,15 +69,15 @@ def shutting_down() -> EngineUnavailableError:
 
 @dataclass
 class Ticket:
-    """A request's place in the limits until it leaves."""
+    """The place that a request takes within the limits until it leaves."""
 
     admission: Admission
     tenant: Tenant
     num_requests: int
-    num_tokens: int = 0  # of prompts not yet begun
+    num_tokens: int = 0  # Tokens of prompts that are not in prefill yet.
 
     def queue(self, num_tokens: int) -> None:
-        """Count the prompts' tokens as waiting; refused if the tenant has too many already."""
+        """Count prompt tokens as queued; refuse them if the tenant has queued too many."""
         waiting = self.tenant.queued_tokens
         if waiting and waiting + num_tokens > self.admission.config.max_queued_tokens:
             raise self.admission.overloaded(self.tenant, f"{waiting} prompt tokens are queued")
@@ -85,12 +85,12 @@ class Ticket:
         self.tenant.queued_tokens += num_tokens
 
     def begun(self, num_tokens: int) -> None:
-        """A prompt of that many tokens is in prefill."""
+        """Note that a prompt of `num_tokens` tokens is in prefill."""
         self.tenant.queued_tokens -= min(num_tokens, self.num_tokens)
         self.num_tokens -= min(num_tokens, self.num_tokens)
 
     def leave(self, seconds: float | None = None) -> None:
-        """The request is over; `seconds` is how long it took, if it was served."""
+        """Note the request's end; `seconds` is its duration, if it was served."""
         tenant = self.tenant
         count = self.num_requests
         self.begun(self.num_tokens)
@@ -108,10 +108,10 @@ class Tenant:
     """One tenant's requests and work.
 
     Attributes:
-        weight: its share beside other tenants.
-        num_requests: admitted and not over; each answer to each prompt counts.
-        queued_tokens: prompt tokens before prefill.
-        work: predicted seconds of the engine's steps since its last request was over.
+        weight: share relative to other tenants.
+        num_requests: number of admitted, unfinished requests; each answer to each prompt counts.
+        queued_tokens: prompt tokens that wait for prefill.
+        work: predicted seconds of the engine's steps since the end of its last request.
         usual_work: moving average of `work` per request.
     """
 
@@ -123,11 +123,11 @@ class Tenant:
 
 
 class Admission:
-    """Counts each tenant's requests, and refuses those beyond its queue.
+    """Counts each tenant's requests, and refuses requests beyond the limits of its queue.
 
     Attributes:
-        tenants: by name; "" where there are no keys.
-        draining: no request is admitted.
+        tenants: tenants by name; "" without keys.
+        draining: whether new requests are refused.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -136,7 +136,7 @@ class Admission:
         self.tenants = {name: Tenant(config.weights.get(name, 1.0)) for name in sorted(names)}
         self.num_seats = 1
         self.draining = False
-        # Ends of steps, and their work by tenant.
+        # End times of recent steps, and the work of each step by tenant.
         self._recent: deque[tuple[float, dict[str, float]]] = deque()
 
     @property
@@ -148,8 +148,8 @@ class Admission:
 
         Raises:
             EngineUnavailableError: the server is shutting down.
-            InvalidRequestError: more than an empty queue takes.
-            OverloadedError: the tenant has too many.
+            InvalidRequestError: the request has more parts than an empty queue can hold.
+            OverloadedError: the tenant has too many requests.
         """
         if self.draining:
             raise shutting_down()
@@ -166,7 +166,7 @@ class Admission:
         return Ticket(self, tenant, num_requests)
 
     def step(self, end: float, work: dict[str, float]) -> None:
-        """A step has ended; `work` are its predicted seconds by tenant."""
+        """Count a step that ended at `end`; `work` is its predicted seconds by tenant."""
         for name, seconds in work.items():
             if name in self.tenants:
                 self.tenants[name].work += seconds
@@ -175,7 +175,7 @@ class Admission:
             self._recent.popleft()
 
     def share(self, name: str) -> dict[str, float | None]:
-        """A tenant's share of the last seconds' work, and its due among active tenants."""
+        """A tenant's share of recent work, and its fair share among active tenants."""
         had = sum(work.get(name, 0.0) for _, work in self._recent)
         whole = sum(sum(work.values()) for _, work in self._recent)
         return {
@@ -184,7 +184,7 @@ class Admission:
         }
 
     def overloaded(self, tenant: Tenant | None, why: str) -> OverloadedError:
-        """The refusal, with the seconds that the tenant's queue takes at its share."""
+        """The refusal of a request; its retry time is that of the tenant's queue."""
         seconds = 0.0
         if tenant is not None:
             seconds = max(1, self._waiting(tenant)) * tenant.usual_work / self._due(tenant)
@@ -201,7 +201,7 @@ class Admission:
         return sum(self._waiting(tenant) * tenant.usual_work for tenant in self.tenants.values())
 
     def _waiting(self, tenant: Tenant) -> int:
-        """Its requests beyond those that the engine runs at once."""
+        """Number of the tenant's requests beyond those that the engine runs at once."""
         return max(0, tenant.num_requests - self.num_seats)
 
     def _due(self, tenant: Tenant) -> float:

@@ -1,7 +1,7 @@
-"""Run a job: submit its requests to the engine and divide each answer's text into deltas.
+"""Runs a job: submits its requests to the engine, and divides each answer's text into deltas.
 
-Streamed and whole replies are made of the same deltas, so they cannot differ. Not for JSON
-(`replies.py`).
+Streamed and complete replies consist of the same deltas, so they cannot differ. `replies.py` writes
+their JSON.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from twinphase.server.xml_calls import XmlCallParser
 
 @dataclass(frozen=True)
 class Delta:
-    """What an update adds to an answer.
+    """The part of an answer that an update adds.
 
     Attributes:
-        num_prefilled: prompt tokens computed so far, while nothing else is new; None otherwise.
-        first: True until the first delta that is not empty, and in it.
+        num_prefilled: prompt tokens computed so far, if the delta has nothing else; None otherwise.
+        first: True up to and including the first delta that is not empty.
     """
 
     choice: Choice
@@ -64,7 +64,7 @@ class Delta:
 
 @dataclass
 class Pieces:
-    """Parts of an answer's next text."""
+    """The parts of an answer's new text."""
 
     reasoning: str
     content: str
@@ -72,12 +72,12 @@ class Pieces:
 
 
 class AnswerDivider:
-    """Divides one answer's text into thoughts, content and calls, and labels its tokens.
+    """Divides the text of an answer into reasoning, content and calls, and labels its tokens.
 
     Attributes:
-        labels: of the tokens whose part is certain, in order: "content", "thought", "call", or
-            "end" for tokens without text that end the answer. White space between thoughts and
-            content counts as content. Without thinking and tools all tokens are content.
+        labels: labels of the tokens whose part is certain, in order: "content", "thought", "call",
+            or "end" for tokens without text at the end. White space between reasoning and content
+            counts as content. Without reasoning and tools all tokens are content.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -93,14 +93,14 @@ class AnswerDivider:
                 parser = XmlCallParser(reader.tools) if format.xml else ToolCallParser(format)
             plain = reader.plain_tools
             self._tools = PlainCallParser(parser, plain) if plain else parser
-        self._ends: deque[int] = deque()  # of tokens whose text is not complete
-        self._position = 0  # characters taken so far
-        self._num_held = 0  # tokens whose text is complete, but may become content or a call
-        self._has_content = False  # since the last label
+        self._ends: deque[int] = deque()  # End positions of tokens whose text is incomplete.
+        self._position = 0  # Number of characters taken so far.
+        self._num_held = 0  # Number of complete tokens that may become content or a call.
+        self._has_content = False  # Whether content came since the last label.
         self._is_thought = False
 
     def take(self, text: str, text_ends: Sequence[int], finished: bool) -> Pieces:
-        """Divide the next text; label the tokens, which end at `text_ends`, where certain."""
+        """Divide new text, and label the tokens, which end at `text_ends`, where certain."""
         if self._splitter is None and self._tools is None:
             self.labels += ["content"] * len(text_ends)
             return Pieces("", text, [])
@@ -135,7 +135,7 @@ class AnswerDivider:
         pieces.content += content
         self._has_content = self._has_content or bool(content)
         for call in calls:
-            # A call that grows with each token has one delta per update.
+            # A call that grows with each token gets one delta per update.
             if pieces.calls and pieces.calls[-1].index == call.index:
                 last = pieces.calls.pop()
                 call = replace(last, arguments=last.arguments + call.arguments)
@@ -162,7 +162,7 @@ class AnswerDivider:
         self._add(*held, pieces, finished=True)
         is_call = self._is_beside_call and not was_beside_call
         self._label_held("content" if self._has_content else "call" if is_call else "end")
-        # A stop string cut the text of these.
+        # A stop string cut the text of these tokens.
         self._num_held = len(self._ends)
         outside = "thought" if was_thinking else "call" if self._is_beside_call else "content"
         self._label_held(outside)
@@ -177,12 +177,13 @@ class AnswerDivider:
 
 
 class Choice:
-    """One answer: the engine's stream, and the parts of its text so far.
+    """One answer: the engine's stream, and the divided text so far.
 
     Attributes:
-        num_reasoning_tokens: tags included; known when the answer has finished.
-        finish_reason: in OpenAI's words, when it has finished.
-        timings: that the client got, once it has.
+        num_reasoning_tokens: number of reasoning tokens, tags included; known once the answer has
+            finished.
+        finish_reason: OpenAI's finish reason, once the answer has finished.
+        timings: timings sent to the client, once they were.
     """
 
     def __init__(self, job: Job, index: int, stream: RequestStream) -> None:
@@ -233,7 +234,7 @@ class Choice:
         return self.stream.transcript.stop_reason
 
     def take(self, update: StreamUpdate) -> Delta:
-        """The next delta.
+        """Divide an update's text into the next delta.
 
         Raises:
             TwinphaseError: the request failed.
@@ -292,7 +293,7 @@ class Choice:
 async def submit_all(
     engine: AsyncEngine, job: Job, cache_salt: str | None, tenant: str = "", weight: float = 1.0
 ) -> list[Choice]:
-    """Queue every request of a tenant's job, all or none."""
+    """Queue all requests of a tenant's job, or none."""
 
     async def submit(index: int) -> Choice:
         stream = await engine.submit(
@@ -307,7 +308,7 @@ async def submit_all(
         )
         return Choice(job, index, stream)
 
-    # Together: each is answered between two steps.
+    # Each submission waits for the end of a step, so they run concurrently.
     results = await asyncio.gather(*map(submit, range(job.num_choices)), return_exceptions=True)
     choices = [result for result in results if isinstance(result, Choice)]
     refused = [result for result in results if isinstance(result, BaseException)]
@@ -321,9 +322,9 @@ async def submit_all(
 async def run_job(
     choices: list[Choice], on_update: Callable[[Choice, StreamUpdate], None]
 ) -> AsyncGenerator[Delta, None]:
-    """Deltas of all answers as they come; `on_update` is called before each.
+    """Yield the deltas of all answers as they arrive; `on_update` is called before each one.
 
-    Leaving the iteration, or an answer that fails, aborts the others.
+    The other answers are aborted if one fails or if the iteration ends early.
     """
     try:
         if len(choices) == 1:
@@ -346,8 +347,8 @@ async def _merged(choices: list[Choice]) -> AsyncGenerator[tuple[Choice, StreamU
     )
 
     async def read(choice: Choice) -> None:
-        # A stream asked for more takes it that its last update was handed over; until then it
-        # gathers text.
+        # A stream considers its last update delivered when the next one is requested; until then it
+        # collects text.
         handed_over = asyncio.Event()
         try:
             async for update in choice.stream:

@@ -1,4 +1,4 @@
-"""The HTTP routes and the gate before them: keys, sizes, times, errors in OpenAI's shape."""
+"""The HTTP routes, and the checks of each request: key, size, time, errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from twinphase.server.text_routes import ANSWER, ERRORS, OBJECT, Documented, add
 LOG = logging.getLogger("twinphase.server")
 OPEN_PATHS = re.compile(
     r"/(health(/live|/ready)?|metrics|version|(docs|page)(/[\w.-]*)?|openapi\.json)?"
-)  # no API key is asked for
+)  # The server has no API keys.
 POLLED_PATHS = re.compile(r"/|/health(/live|/ready)?|/metrics|/(docs|page)/.*|/v1/cluster|/api/ps")
 MAX_LOGGED_CHARACTERS = 256
-# All bodies that are being received may together have this many times the limit of one.
+# All bodies in transfer together may have this many times the size limit of one body.
 TOTAL_BODY_LIMITS = 32
-# Azure's clients and Anthropic's send them with every request.
+# Azure's and Anthropic's clients send these parameters with every request.
 IGNORED_PARAMETERS = {"api-version", "beta"}
 NOSNIFF = (b"x-content-type-options", b"nosniff")
 METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
@@ -70,7 +70,7 @@ EXPOSED = [
     "x-ignored-fields",
     "server-timing",
     "retry-after",
-]  # headers that a browser page may read
+]  # Response headers that a browser page may read.
 METRICS: Documented = {
     200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}},
     **ERRORS,
@@ -78,7 +78,7 @@ METRICS: Documented = {
 
 
 def make_app(service: Service, *, when_ready: bool = False) -> Gate:
-    """The ASGI application, which starts the service; `when_ready` waits for the engine."""
+    """The ASGI application, which also starts the service; `when_ready` waits for the engine."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -95,10 +95,10 @@ def make_app(service: Service, *, when_ready: bool = False) -> Gate:
         docs_url=None,
         redoc_url=None,
         dependencies=[Depends(_check_query)],
-        redirect_slashes=False,  # which would go to the host that the request names
+        redirect_slashes=False,  # A redirect would go to the host that the request names.
         generate_unique_id_function=lambda route: route.name,
     )
-    # Only for the document: the gate asks for the key before a body is read.
+    # This is only for the API document: the gate checks the key before it reads a body.
     bearer = Depends(HTTPBearer(auto_error=False, description="One of the server's API keys."))
     api = APIRouter(dependencies=[bearer] if service.config.keys else None)
     _add_generation(api, service)
@@ -227,7 +227,7 @@ def _add_problems(app: FastAPI, service: Service) -> None:
             if shorter != scope and any(
                 route.matches(shorter)[0] is not Match.NONE for route in app.routes
             ):
-                # Relative, so that it leads to no other host.
+                # A relative link cannot lead to another host.
                 name = scope["raw_path"].decode("latin-1").rstrip("/").rpartition("/")[2]
                 return Response(status_code=307, headers={"Location": f"../{name}"})
             message = problems.not_found(request.method, request.url.path)
@@ -251,21 +251,21 @@ def _add_problems(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        # The gate logs what happened.
+        # The gate logs the exception.
         return refuse(request, FAILED, "Exception")
 
 
 class Gate:
-    """The entrance of every request: records its arrival, checks its key, and bounds its body."""
+    """The entrance for every request: records its arrival, checks its key, and limits its body."""
 
     def __init__(self, app: FastAPI, service: Service) -> None:
         self.app = app
         self._service = service
         self._doors = Doors(service.config)
-        self._num_bytes = 0  # of bodies that are still coming
+        self._num_bytes = 0  # Total bytes of bodies in transfer.
         self._serve: Any = self._check
         origins = service.config.allowed_origins
-        if origins:  # around everything, so that a page can read refusals too
+        if origins:  # It wraps everything, so that a page can read refusals too.
             self._serve = CORSMiddleware(self._check, origins, ["*"], ["*"], expose_headers=EXPOSED)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -280,7 +280,7 @@ class Gate:
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
-        status = 499  # as nginx logs a client that left before its reply
+        status = 499  # nginx logs a client that left before its reply with this status.
         began = perf_counter()
 
         async def watched(message: Any) -> None:
@@ -296,7 +296,7 @@ class Gate:
         path = scope["path"]
         get = (
             {"method": "GET"} if scope["method"] == "HEAD" else {}
-        )  # uvicorn keeps the body from its client
+        )  # uvicorn does not send the body to the client.
         state["send"] = watched
         try:
             _check_heads(scope)
@@ -306,19 +306,20 @@ class Gate:
                 b"x-api-key", b""
             )
             is_open = OPEN_PATHS.fullmatch(path) is not None or scope["method"] == "OPTIONS"
-            # The metrics of tenants need a key, and a wrong one is to be noticed.
+            # Metrics of tenants need a key, and a wrong key must be reported.
             names_key = path == "/metrics" and authorization != b"Bearer "
             if not is_open or names_key:
                 state["tenant"] = self._service.access.tenant(authorization.decode("latin-1"))
-            # Clients leave the type out, and curl's default is that of a form; a page may send so
-            # without being asked.
+            # Some clients omit the content type, and curl defaults to a form. Browsers let a page
+            # send forms without a preflight request.
             left_out = headers.get(b"content-type", FORM) == FORM or path.startswith("/api/")
             if left_out and b"origin" not in headers:
                 kept = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
                 scope["headers"] = [*kept, (b"content-type", b"application/json")]
             body = await self._read(headers, receive)
             if body is not None:
-                state["arrival"] = perf_counter()  # what the client took to send it is not ours
+                # The time that the client takes to send its request is not the server's.
+                state["arrival"] = perf_counter()
                 await self.app({**scope, **get}, _replayed(body, receive), watched)
         except TwinphaseError as error:
             status = error.http_status
@@ -337,7 +338,7 @@ class Gate:
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """The body; None if the client left.
 
-        A body that is too long or comes too slowly is refused.
+        A body that is too long or arrives too slowly is refused.
         """
         limit = self._service.config.max_body_bytes
         error = TooLargeError(
@@ -378,9 +379,9 @@ class Gate:
 
 
 async def _check_query(request: Request) -> None:
-    """Refuse what a route has no use for, except what clients always send.
+    """Refuse query parameters that a route does not use, except those that clients always send.
 
-    Not where programs only look: there a parameter can change nothing.
+    Routes that are only polled accept any parameter.
     """
     dependant = request.scope["route"].dependant
     known = {field.alias for field in dependant.query_params}
@@ -398,7 +399,7 @@ async def _check_query(request: Request) -> None:
 def _with_ignored(
     headers: Iterable[tuple[bytes, bytes]], state: dict[str, Any]
 ) -> Iterator[tuple[bytes, bytes]]:
-    """The headers; one names the query parameters that were ignored."""
+    """The response headers, with one that names ignored query parameters."""
     names = [quote(name[:MAX_LOGGED_CHARACTERS]).encode() for name in state.get("ignored", ())]
     for name, value in headers:
         if name == b"x-ignored-fields" and names:
@@ -410,7 +411,7 @@ def _with_ignored(
 
 
 def _log_request(scope: Scope, status: int, seconds: float) -> None:
-    """A line for a request; those that programs send every few seconds are for debugging."""
+    """Log a request; polled routes are logged at the level debug."""
     polled = POLLED_PATHS.fullmatch(scope["path"]) is not None and status < 400
     facts = _facts(scope)
     fields = {"event": "request", **facts, "tenant": scope["state"]["tenant"], "status": status}
@@ -426,7 +427,7 @@ def _log_request(scope: Scope, status: int, seconds: float) -> None:
 
 
 def _log_refused_key(scope: Scope, error: AuthenticationError) -> None:
-    """A line for the audit of who tries keys; the key is not in it."""
+    """Log a refused key for audits, without the key itself."""
     facts = _facts(scope)
     LOG.warning(
         "Refused %s %s from %s: %s",
@@ -439,7 +440,7 @@ def _log_refused_key(scope: Scope, error: AuthenticationError) -> None:
 
 
 def _facts(scope: Scope) -> dict[str, str]:
-    """What identifies a request in the log; a path may hold line ends."""
+    """The fields that identify a request in the log; a path may contain line breaks."""
     address = scope.get("client")
     return {
         "method": scope["method"],
@@ -449,7 +450,7 @@ def _facts(scope: Scope) -> dict[str, str]:
 
 
 def _check_heads(scope: Scope) -> None:
-    """Refuse what proxies before this server might read otherwise than it does."""
+    """Refuse headers that a proxy in front of this server might interpret differently."""
     names = [name for name, _ in scope["headers"]]
     if scope["http_version"] == "1.1" and names.count(b"host") != 1:
         raise InvalidRequestError(
@@ -460,7 +461,7 @@ def _check_heads(scope: Scope) -> None:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body once, then what the connection says."""
+    """Return the body once, then the connection's own messages."""
     given = False
 
     async def replay() -> Any:
@@ -474,7 +475,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _abort(send: Send) -> Callable[[], None]:
-    """Cuts the connection without flushing buffers, through uvicorn's object: ASGI cannot."""
+    """A function that cuts the connection without a flush; ASGI has none, so it uses uvicorn's."""
     transport = getattr(getattr(send, "__self__", None), "transport", None)
     abort: Callable[[], None] = getattr(transport, "abort", lambda: None)
     return abort

@@ -1,6 +1,6 @@
-"""The server's configuration: where it listens, who may ask, and every limit that keeps it up.
+"""The server's configuration: addresses, keys, and every limit that protects it.
 
-Not for the engine's settings (`twinphase.config`).
+The engine's settings are in `twinphase.config`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True)
 class ServerConfig(GenerationDefaults):
-    """How a server serves; the field names are vLLM's where it has them.
+    """The settings of a server; field names are vLLM's where vLLM has them.
 
     Raises:
-        InvalidRequestError: a value that its declaration does not allow.
+        InvalidRequestError: a field has a value that it does not allow.
     """
 
     host: str = setting(
@@ -208,7 +208,7 @@ class ServerConfig(GenerationDefaults):
         """The tenant of each key.
 
         Raises:
-            InvalidRequestError: a name is missing or odd, or one key is two tenants'.
+            InvalidRequestError: a name is missing or not valid, or two tenants have the same key.
         """
         found = {key: f"key{number}" for number, key in enumerate(self.api_keys, start=1)}
         numbered = set(found.values())
@@ -228,10 +228,10 @@ class ServerConfig(GenerationDefaults):
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weights that were given, by tenant.
+        """The given weights by tenant.
 
         Raises:
-            InvalidRequestError: not a number from 0.001 to 1,000.
+            InvalidRequestError: a weight is not a number from 0.001 to 1,000.
         """
         found = {}
         for text in self.tenant_weights:

@@ -1,8 +1,9 @@
-"""uvicorn's connection, with bounds on time and size of a request's head; `Gate` bounds bodies.
+"""uvicorn's connection with limits on the time and the size of a request's head.
 
-Data that a client sends before its answer is over (a second request, garbage) is ignored: uvicorn
-would no longer notice that the client leaves, and would write the error into the answer. The
-connection is closed after the answer. A client that only closes its sending half gets its answer.
+Data that a client sends before the end of its answer (a second request, garbage) is ignored, and
+the connection is closed after the answer: uvicorn would no longer notice that the client leaves,
+and would write the error into the answer. A client that only closes its sending half gets its
+answer. `Gate` limits bodies.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_TIMEOUT_SECONDS = 30.0
 MAX_HEAD_BYTES = 64 << 10
-# A client that is still sending its request may read no answer yet: bytes that are thrown away.
+# A client that is still sending may not read its answer yet, so up to this many bytes are
+# discarded.
 MAX_DISCARDED_BYTES = 32 << 20
-# Of a client that has closed its sending half, and maybe all of its connection.
+# Interval for checking whether a client that closed its sending half has closed the connection.
 LEFT_CHECK_SECONDS = 0.05
-# State of such a TCP connection, in Linux's include/net/tcp_states.h.
+# TCP state of such a connection, from Linux's include/net/tcp_states.h.
 CLOSE_WAIT = 8
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
     b"connection: close\r\n\r\nThe request's headers are longer than 64 KiB. Send less in them.\n"
 )
-# How long a closing connection waits for its client to read the answer's end.
+# Time that a closing connection waits for its client to read the end of the answer.
 CLOSE_TIMEOUT_SECONDS = 30.0
 
 
 class Connection(HttpToolsProtocol):
-    """Cut when a head does not come to its end; one request at a time."""
+    """A connection with one request at a time; it is cut if a request's head does not end."""
 
     _timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
@@ -58,7 +60,7 @@ class Connection(HttpToolsProtocol):
         room = MAX_HEAD_BYTES - self._num_head_bytes
         self._num_head_bytes += len(data)
         super().data_received(data[:room])
-        if self._num_head_bytes > MAX_HEAD_BYTES:  # The head's end would have set it to 0.
+        if self._num_head_bytes > MAX_HEAD_BYTES:  # The end of the head would have reset it to 0.
             self._refuse_head()
         elif len(data) > room and not self.transport.is_closing():
             self.data_received(data[room:])
@@ -80,13 +82,14 @@ class Connection(HttpToolsProtocol):
         self.cycle.transport = _Closing(self)  # type: ignore[assignment]
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep a connection whose answer is not over, as long as its client may still read."""
-        is_watched = sys.platform == "linux" and self.transport.can_write_eof()  # not with TLS
+        """Keep a half-closed connection until its answer ends, while its client may still read."""
+        # TLS connections cannot be half-closed.
+        is_watched = sys.platform == "linux" and self.transport.can_write_eof()
         if not is_watched or not self._is_answering() or self.scope["http_version"] == "1.0":
             return False
         self.cycle.keep_alive = False
         if not self.cycle.response_started:
-            # Any client has to ignore it, and a connection that is closed is reset by it.
+            # Any client must ignore this, and a closed connection answers it with a reset.
             self.transport.write(CONTINUE)
         self._check_left()
         return True
@@ -101,7 +104,7 @@ class Connection(HttpToolsProtocol):
             self.loop.call_later(LEFT_CHECK_SECONDS, self._check_left)
 
     def close_after_body(self) -> None:
-        """Close the connection once the client has had time to send its request and read."""
+        """Close the connection once the client has had time to send its request and to read."""
         if self._reads_body():
             self._discard()
         else:
@@ -143,16 +146,17 @@ class Connection(HttpToolsProtocol):
         self._discard()
 
     def _discard(self) -> None:
-        # Closed at once, the system would answer the rest by a reset, which overtakes the answer.
+        # If the connection closed at once, the system would answer further data with a reset, which
+        # can overtake the answer.
         self._num_discarded_bytes = 0
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        else:  # TLS says so by itself, and reads on.
+        else:  # TLS reports it by itself, and continues to read.
             self.transport.close()
         self._cut_if_unread()
 
     def _cut_if_unread(self) -> None:
-        # Closing waits for unwritten data as long as the client does not read.
+        # Otherwise closing would wait for a client that does not read.
         self._cut = self.loop.call_later(CLOSE_TIMEOUT_SECONDS, self.transport.abort)
 
     def _begin_head(self) -> None:
@@ -166,7 +170,7 @@ class Connection(HttpToolsProtocol):
 
 
 class _Closing:
-    """A connection's transport as its answer sees it."""
+    """The transport of a connection, as its answer sees it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

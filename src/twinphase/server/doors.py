@@ -1,7 +1,7 @@
 """Which names a server answers to, and which pages may call it: `Host` and `Origin`.
 
-A page may give its own name this machine's address (DNS rebinding), and the browser then takes the
-server for a part of the page's site. The name in `Host` is the page's all the same.
+A page may point its own domain name to this machine's address (DNS rebinding), so that the browser
+considers the server a part of the page's site. But `Host` then still has the page's name.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ MAX_SHOWN_CHARACTERS = 100
 
 
 class ForbiddenError(TwinphaseError):
-    """A request by a name, or from a page, that the server does not know."""
+    """The request's name or page is not allowed."""
 
     http_status = 403
 
 
 class Doors:
-    """The names and origins that a server takes requests for.
+    """The names and origins that a server accepts requests for.
 
-    Without API keys only IP addresses, localhost and the names that were given are taken. With keys
-    any name and origin is, unless names were given: no page has a key by itself.
+    Without API keys, only IP addresses, localhost and configured names are accepted. With keys, any
+    name and origin is accepted unless names are configured, because a page does not have a key.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -37,7 +37,7 @@ class Doors:
         self._origins = set(config.allowed_origins)
 
     def check(self, host: str | None, origin: str | None) -> None:
-        """Refuse a request by its headers `Host` (None: HTTP/1.0, so no browser) and `Origin`.
+        """Check a request's `Host` (None: HTTP/1.0, so not a browser) and `Origin` headers.
 
         Raises:
             ForbiddenError: the name or the origin is not allowed.

@@ -1,4 +1,4 @@
-"""Texts to vectors over HTTP, in OpenAI's shape."""
+"""Embeds texts over HTTP, in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _inputs(body: EmbeddingRequest, limit: int) -> Inputs:
 
 
 def _check_dimensions(wanted: int, size: int, sizes: Sequence[int] | None) -> None:
-    """Refuse a cut of vectors of `size` numbers that the model was not trained for."""
+    """Refuse to cut vectors of `size` numbers to a length that the model was not trained for."""
     problem = f"dimensions is {wanted}, but this model's vectors have {size} numbers"
     if sizes is None:
         raise InvalidRequestError(
@@ -54,14 +54,14 @@ def _check_dimensions(wanted: int, size: int, sizes: Sequence[int] | None) -> No
 
 
 def _cut(vector: Sequence[float], size: int) -> list[float]:
-    """The first numbers, as a vector of length 1."""
+    """The first `size` numbers, scaled to a vector of length 1."""
     part = vector[:size]
     length = math.sqrt(math.fsum(x * x for x in part))
     return [x / max(length, 1e-12) for x in part]
 
 
 class Embeddings(Exchange):
-    """The vectors of one request's texts, in their order."""
+    """The vectors of a request's texts, in order."""
 
     def __init__(self, service: Service, body: EmbeddingRequest) -> None:
         service.check_task("embed", body.model)
@@ -82,7 +82,7 @@ class Embeddings(Exchange):
             prompt = await engine.encode(given, self._arrival)
             self._check_length(number, prompt, facts.config.max_model_len or 0)
             prompts.append(prompt)
-            await asyncio.sleep(0)  # Other answers continue.
+            await asyncio.sleep(0)  # This lets other answers continue.
         ticket.queue(sum(len(prompt.token_ids) for prompt in prompts))
         found = await engine.embed_all(prompts, tenant=self._tenant, weight=ticket.tenant.weight)
         vectors = [output.outputs.embedding for output in found]
@@ -117,5 +117,5 @@ class Embeddings(Exchange):
 
 
 def _base64(vector: Sequence[float]) -> str:
-    """Float32, little endian."""
+    """Float32 numbers in little endian, as base64."""
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

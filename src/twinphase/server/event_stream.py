@@ -1,4 +1,4 @@
-"""Reading server-sent events.
+"""A reader of server-sent events.
 
 The format: https://html.spec.whatwg.org/multipage/server-sent-events.html, section 9.2.6.
 """
@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 
 
 class EventReader:
-    """Takes bytes cut anywhere, and gives the data of each event that they complete."""
+    """Takes chunks of bytes, cut anywhere, and returns the data of each event they complete."""
 
     def __init__(self) -> None:
-        self._rest = b""  # of an unfinished line
-        self._lines: list[bytes] = []  # data of the unfinished event
-        self._after_cr = False  # the last line ended with CR: a LF that follows belongs to it
+        self._rest = b""  # Bytes of an unfinished line.
+        self._lines: list[bytes] = []  # Data lines of the unfinished event.
+        self._after_cr = False  # The last line ended with CR, and a following LF belongs to it.
         self._begun = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
@@ -31,7 +31,7 @@ class EventReader:
                 self._begun = True
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line:
-                name, _, value = line.partition(b":")  # a comment has no name
+                name, _, value = line.partition(b":")  # A comment has no name.
                 if name == b"data":
                     self._lines.append(value.removeprefix(b" "))
             elif self._lines:
@@ -41,7 +41,7 @@ class EventReader:
 
 
 def read_events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """Each event's data, with the time of the bytes that completed it."""
+    """Yield each event's data, and the time of the bytes that completed it."""
     reader = EventReader()
     for moment, data in pieces:
         for event in reader.feed(data):

@@ -1,7 +1,7 @@
-"""One HTTP request that the engine works on, from its validated body to the last byte.
+"""One HTTP request that the engine works on, from the validated body to the last byte.
 
-It ends early when the client leaves, reads too slowly, or takes more time than is allowed; the
-engine then drops the request within a step. Its kinds are `generation.py` and `embeddings.py`.
+It ends early if the client leaves, reads too slowly, or exceeds the time limit; the engine then
+drops the request within a step. The subclasses are in `generation.py` and `embeddings.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from twinphase.server.problems import FAILED, RequestTimeoutError
 from twinphase.server.service import Service
 
 LOG = logging.getLogger("twinphase.server")
-# An answer is sent in pieces: the next one waits until the client has read the ones before.
+# An answer is sent in pieces; each piece waits until the client has read the previous ones.
 PIECE_BYTES = 64 << 10
 
 Scope = MutableMapping[str, Any]
@@ -32,29 +32,29 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Exchange(Response):
-    """The response that does the work when it is sent.
+    """A response that does its work when it is sent.
 
     Attributes:
-        sending_since: when the pending write began, seconds; None between writes.
+        sending_since: start of the pending write, seconds; None between writes.
     """
 
     def __init__(self, service: Service, num_requests: int) -> None:
-        """`num_requests`: how many requests of the engine it becomes."""
+        """`num_requests`: number of requests to the engine."""
         self.status_code = 200
         self.background = None
         self.sending_since: float | None = None
         self._service = service
         self._num_requests = num_requests
         self._started = False
-        self._failure: TwinphaseError | None = None  # why `expire` cancelled the work
+        self._failure: TwinphaseError | None = None  # The reason why `expire` cancelled the work.
         self._work: asyncio.Task[None] | None = None
 
     @abstractmethod
     async def _answer(self, ticket: Ticket) -> None:
-        """Do the work and send the answer; a raised error becomes the answer."""
+        """Do the work and send the answer; a raised error is sent as the answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request; returns when the last byte is handed over, or the client has left."""
+        """Serve the request; returns when the last byte is sent, or the client has left."""
         state = scope["state"]
         self._arrival: float = state["arrival"]
         self._tenant: str = state["tenant"]
@@ -74,7 +74,7 @@ class Exchange(Response):
             self._service.in_flight.discard(self)
 
     def check(self, now: float) -> None:
-        """End the request if its client is too slow or its time is up; called often."""
+        """End the request if its client is too slow or its time is up; called periodically."""
         config = self._service.config
         if self.sending_since is not None and now - self.sending_since > config.slow_reader_timeout:
             self._service.metrics.refused(0, "slow_reader")
@@ -88,7 +88,7 @@ class Exchange(Response):
             )
 
     def expire(self, error: TwinphaseError) -> None:
-        """End it with an error, or cut the connection of a client that does not read."""
+        """End the request with an error, or cut the connection of a client that does not read."""
         if self.sending_since is not None:
             self._abort_connection()
         if self._work is not None and not self._work.done() and self._failure is None:
@@ -105,7 +105,7 @@ class Exchange(Response):
             await self._refuse(error)
         except asyncio.CancelledError:
             if self._failure is None:
-                raise  # the client is gone
+                raise  # The client is gone.
             if self.sending_since is None:
                 await self._refuse(self._failure)
         except Exception:
@@ -127,10 +127,10 @@ class Exchange(Response):
         await self._send_whole(problems.reply(error, self._shape))
 
     async def _end_with(self, error: TwinphaseError) -> None:
-        """End a started answer; only streams have a place for an error."""
+        """End a started answer with an error; only streams can carry it."""
 
     async def _send_json(self, make_json: Callable[[], Any], headers: Mapping[str, str]) -> None:
-        """Answer with an object, which is made on a thread: a large one would delay others."""
+        """Send an object, encoded on a thread, because a large one would delay other answers."""
         body = await asyncio.to_thread(lambda: msgspec.json.encode(make_json()))
         await self._send_whole(Response(body, 200, headers, "application/json"))
 
@@ -158,6 +158,6 @@ class Exchange(Response):
 
 
 async def until_gone(receive: Receive) -> None:
-    """Returns when the client has left."""
+    """Return once the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

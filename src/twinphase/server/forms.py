@@ -1,4 +1,4 @@
-"""The form that an answer must have. Not for calls of tools (tools.py)."""
+"""The form that an answer must have; `tools.py` handles calls of tools."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ OPEN = {
     "patternProperties",
     "unevaluatedProperties",
 }  # may declare more
-# Keys of a schema: of schemas by name; and of what is no schema, or has to stay open for what
-# stands beside it.
+# Keys whose value maps names to schemas, and keys whose value is not a schema or must stay open for
+# what is beside it.
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _AS_IT_IS = {"const", "enum", "default", "examples", "allOf", "not", "if", "then", "else"}
 
@@ -26,7 +26,7 @@ _AS_IT_IS = {"const", "enum", "default", "examples", "allOf", "not", "if", "then
 def one_constraint(
     body: GenerationRequest, tools: StructuredOutputsParams | None = None
 ) -> StructuredOutputsParams | None:
-    """The form that the answer must have, however the client named it; two forms are refused."""
+    """The required form of the answer, under any of its names; two different forms are refused."""
     found: dict[str, StructuredOutputsParams] = {}
     if tools is not None:
         found["tools"] = tools
@@ -61,10 +61,10 @@ def one_constraint(
 
 
 def closed(schema: Any) -> Any:
-    """The schema with all its objects closed to other properties, as OpenAI's `strict` means it.
+    """The schema with all objects closed to other properties, as OpenAI's `strict` means it.
 
-    It has to have passed `plain_json`. What says something of further properties itself stays as it
-    is.
+    `schema` must have passed `plain_json`. Objects that mention additional properties are not
+    changed.
     """
     if isinstance(schema, list):
         return [closed(each) for each in schema]

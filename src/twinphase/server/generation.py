@@ -1,7 +1,7 @@
-"""A generating request over HTTP: the answer as events or as one body.
+"""A generating request over HTTP: streams the answer as events, or sends one body.
 
-Every dialect (`dialects/`) translates its requests to OpenAI's (`openai_types.py`), which are
-answered here, and brings `Replies` that write deltas in its own format.
+Every dialect (`dialects/`) translates its requests to OpenAI's (`openai_types.py`), which this file
+answers, and has `Replies` that write deltas in its own format.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STREAMED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class Generation(Exchange):
-    """Answers to a chat or to prompts, as one body or as events.
+    """Answers a chat or prompts, with one body or a stream of events.
 
     Attributes:
         replies: None until the prompts are queued.
@@ -64,7 +64,8 @@ class Generation(Exchange):
         self._make_replies = make_replies
         self._adjust = adjust
         self.replies: Replies | None = None
-        self._last_token: dict[int, float] = {}  # by choice: when its last token was handed over
+        # Time at which the last token was delivered, by choice.
+        self._last_token: dict[int, float] = {}
 
     def _make_job(self) -> Job:
         service = self._service
@@ -141,7 +142,7 @@ class Generation(Exchange):
 
 
 def within_context(service: Service, job: Job) -> Job:
-    """The job without `max_tokens` where the context ends an answer first."""
+    """The job without `max_tokens` if the context ends the answers first."""
     asked = job.params.max_tokens
     limit = service.max_model_len
     longest = max(len(prompt.token_ids) for prompt in job.prompts)

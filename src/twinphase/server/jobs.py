@@ -1,6 +1,6 @@
-"""A request of the API as a `Job`: prompts, sampling parameters, how answers are divided.
+"""Converts a request of the API to a `Job`: prompts, sampling parameters, division of answers.
 
-Not for running it (`answers.py`) nor for the shapes of replies (`replies.py`).
+`answers.py` runs jobs, and `replies.py` writes replies.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from twinphase.tokenizer.tokenizer import Tokenizer
 
 Body = TypeVar("Body", bound=GenerationRequest)
 
-# A request of more messages, or parts of them, is encoded on a thread.
+# A request with more messages or parts than this is encoded on a thread.
 MAX_INLINE_TEXTS = 64
-# These many tokens at the end of a prompt hold a thinking tag and the white space after it.
+# The last tokens of a prompt, which may hold a thinking tag and the white space after it.
 TAG_TOKENS = 64
-NUM_SEEDS = 2**64  # The engine draws differently for each of them.
+NUM_SEEDS = 2**64  # The engine accepts seeds below this.
 # Template variables that clients cannot set: these have fields of their own, or rendering uses the
 # names.
 RESERVED = frozenset(
@@ -52,13 +52,13 @@ RESERVED = frozenset(
 
 @dataclass(frozen=True)
 class Reader:
-    """How the text of an answer is divided.
+    """The rules for dividing the text of an answer.
 
     Attributes:
         tags: tags around thinking, if the model thinks.
         thinking: whether the prompt ends inside the thinking part.
-        tools: what calls may name.
-        plain_tools: what an answer without the marks of `tool_format` may call.
+        tools: tools that calls may name.
+        plain_tools: tools that an answer without the marks of `tool_format` may call.
         markers: control tokens around thinking and calls; the parsers need them in the text.
     """
 
@@ -77,12 +77,12 @@ class Job:
 
     Attributes:
         operation: "chat" or "text_completion", as OpenTelemetry names them.
-        prompts: each is answered `n` times.
+        prompts: prompts, each of them answered `n` times.
         params: sampling parameters of every answer, except for the seed.
-        body: the request in OpenAI's words.
-        unread: names of the request's fields that change nothing.
-        fingerprint: identifies everything but the request that decides an answer's bits.
-        created: Unix seconds.
+        body: the request in OpenAI's shape.
+        unread: names of the request's fields that have no effect.
+        fingerprint: identifies everything that decides an answer's bits, except the request.
+        created: Unix time in seconds.
     """
 
     id: str
@@ -108,18 +108,18 @@ class Job:
 
     @property
     def prompt_only(self) -> bool:
-        """Whether only the prompt is asked for: the one token that the engine makes is not sent."""
+        """Whether only the prompt is requested, so that the one generated token is not sent."""
         return self.body.max_tokens == 0
 
     def request_id(self, choice: int) -> str:
-        """The engine's name for an answer."""
+        """The engine's id for an answer."""
         return self.id if self.num_choices == 1 else f"{self.id}-{choice}"
 
     def prompt_of(self, choice: int) -> EncodedPrompt:
         return self.prompts[choice // self.n]
 
     def params_of(self, choice: int) -> SamplingParams:
-        """Sampling parameters of an answer: the n-th is drawn with seed + n, as in vLLM."""
+        """Sampling parameters of an answer; the n-th one uses seed + n, as in vLLM."""
         seed = self.params.seed
         if seed is None or self.n == 1:
             return self.params
@@ -135,10 +135,10 @@ def chat_job(
     tool_prompt: bool = True,
     plain_tool_calls: bool = True,
 ) -> Job:
-    """A conversation to answer.
+    """Convert a conversation to a job.
 
-    `tool_prompt`: describe tools in the prompt if the template has no place for them.
-    `plain_tool_calls`: an answer that is one JSON object may be a call.
+    `tool_prompt`: whether to describe tools in the prompt if the template has no place for them.
+    `plain_tool_calls`: whether an answer that is one JSON object may be a call.
     """
     text = engine.text
     tokenizer = text.tokenizer
@@ -164,7 +164,7 @@ def chat_job(
     ).last(kept)
     source = _template_source(text, body)
     format = grammar = None
-    # Of a forced call and of a continued answer, the object would be only a part.
+    # The object would be only a part of a forced call or of a continued answer.
     is_free = choice in (None, "auto") and not body.continue_final_message
     if tools and choice != "none":
         format = tool_format(source)
@@ -174,7 +174,7 @@ def chat_job(
     if "enable_thinking" in effort:
         effort.add("reasoning_effort")
     tags = text.chat_template.think_tags
-    # A prompt that was cut has no text.
+    # A truncated prompt has no text.
     ending = prompt.text or tokenizer.decode(
         prompt.token_ids[-TAG_TOKENS:], skip_special_tokens=False
     )
@@ -211,7 +211,7 @@ def encode_chat(
     tool_prompt: bool,
     max_tokens: int | None,
 ) -> ChatPrompt:
-    """A conversation as the chat template writes it, refused if it has more than `max_tokens`."""
+    """A conversation in the chat template's format, refused if it has more than `max_tokens`."""
     tools = _plain_tools(body)
     own_place = text.chat_template.supports_tools
     if tools and not own_place and not tool_prompt:
@@ -235,14 +235,14 @@ def encode_chat(
 
 
 def completion_job(engine: AsyncEngine, body: CompletionRequest, model: str, arrival: float) -> Job:
-    """Prompts to complete."""
+    """Convert prompts to complete to a job."""
     text = engine.text
     prompts = prompt_list(body.prompt)
     limit = engine.max_model_len
     max_tokens = 16 if body.max_tokens is None else max(1, body.max_tokens)
     kept = _num_kept(engine, body, max_tokens)
     longest = max((len(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
-    # Checked before that many tokens cost anything.
+    # This check comes before any work on the tokens.
     if limit is not None and kept is None and longest > limit:
         raise ContextLengthError(
             f"The prompt has {longest} tokens; the context holds {limit}, the answer's first "
@@ -296,7 +296,7 @@ def prompt_list(prompt: Any) -> list[Any]:
 
 
 def count_prompts(body: CompletionRequest, limit: int) -> int:
-    """Number of prompts in a request, which has to be at least 1 and at most `limit`."""
+    """Number of prompts in a request, which must be from 1 to `limit`."""
     count = len(prompt_list(body.prompt))
     if not 0 < count <= limit:
         raise InvalidRequestError(
@@ -306,7 +306,7 @@ def count_prompts(body: CompletionRequest, limit: int) -> int:
 
 
 def num_characters(body: GenerationRequest) -> int:
-    """How long the texts of a request are; at least a share of the inline limit for each text."""
+    """The length of a request's texts; each text counts at least a share of the inline limit."""
     texts: list[Any] = []
     if isinstance(body, CompletionRequest):
         texts = [*prompt_list(body.prompt), body.suffix or ""]
@@ -316,13 +316,13 @@ def num_characters(body: GenerationRequest) -> int:
             texts += [content] if isinstance(content, str) else [part.text for part in content]
             texts += [call.function.arguments for call in message.tool_calls or ()]
         texts += [body.prediction.text] if body.prediction else []
-        # Grammars take longer than their texts.
+        # Compiling a grammar takes longer than encoding its text.
         texts += [" " * MAX_INLINE_CHARACTERS] if body.tools else []
     return sum(map(len, texts)) + len(texts) * (MAX_INLINE_CHARACTERS // MAX_INLINE_TEXTS)
 
 
 def with_defaults(body: Body, defaults: Mapping[str, float]) -> Body:
-    """The request with the server's sampling values where it gives none."""
+    """The request with the server's default sampling values filled in."""
     missing = {name: value for name, value in defaults.items() if getattr(body, name) is None}
     if getattr(body, "max_completion_tokens", None) is not None:
         missing.pop("max_tokens", None)
@@ -330,7 +330,7 @@ def with_defaults(body: Body, defaults: Mapping[str, float]) -> Body:
 
 
 def _num_kept(engine: AsyncEngine, body: GenerationRequest, max_tokens: int | None) -> int | None:
-    """The number of tokens kept at a prompt's end; None for all."""
+    """Number of tokens to keep at the prompt's end; None for all."""
     kept = body.truncate_prompt_tokens
     limit = engine.max_model_len or 0
     return max(1, limit - (max_tokens or 1)) if kept == -1 else kept
@@ -342,7 +342,7 @@ def _template_source(text: ModelText, body: ChatCompletionRequest | TokenizeRequ
 
 
 def _effort_variables(source: str, body: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
-    """The template's variables for how much to think and to say; none that the source lacks."""
+    """The template's variables for effort and verbosity; omitted if the template lacks them."""
     given = {name: getattr(body, name, None) for name in ("reasoning_effort", "verbosity")}
     variables: dict[str, Any] = {
         name: value for name, value in given.items() if value is not None and name in source
@@ -353,7 +353,7 @@ def _effort_variables(source: str, body: ChatCompletionRequest | TokenizeRequest
 
 
 def _template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as chat templates know them: only the given fields, "developer" as "system"."""
+    """Messages as chat templates expect them: only given fields, and "developer" as "system"."""
     plain = []
     for message in messages:
         given = {"content": None, **message.model_dump(exclude_none=True)}
@@ -366,7 +366,7 @@ def _plain_tools(body: ChatCompletionRequest | TokenizeRequest) -> list[dict[str
 
 
 def _params(body: GenerationRequest, **others: Any) -> SamplingParams:
-    """The request's fields of `SamplingParams`, and `others`, which it names otherwise."""
+    """The request's fields of `SamplingParams`; `others` have other names in the request."""
     names = {each.name for each in fields(SamplingParams)} & type(body).model_fields.keys()
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     seed = None if body.seed is None else body.seed % NUM_SEEDS
@@ -381,7 +381,7 @@ def _fingerprint(engine: AsyncEngine) -> str:
 def _markers(
     tokenizer: Tokenizer, tags: ThinkTags | None, format: ToolFormat | None
 ) -> frozenset[int]:
-    """The control tokens around thinking and calls, which stay in the text until it is divided."""
+    """Control tokens around thinking and calls, which stay in the text until it is divided."""
     texts = [tags.start, tags.end, tags.without] if tags else []
     texts += [format.begin.strip(), format.close.strip(), format.quote] if format else []
     found = {(i, text) for text in texts for i in tokenizer.encode(text, add_special_tokens=False)}

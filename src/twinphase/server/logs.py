@@ -1,7 +1,7 @@
 """The log on stderr: dated lines for people, or one JSON object per line for programs.
 
-What belongs to a message but is not a word of it travels in `extra={"fields": {...}}`, which only
-the JSON format shows.
+Structured values of a message are passed in `extra={"fields": {...}}`, which only the JSON format
+shows.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def start_logging(level: str, log_format: str) -> None:
-    """Send the log of this process to stderr.
+    """Send this process's log to stderr.
 
     Args:
-        level: the lowest level that is shown, as `--log-level` takes it.
+        level: lowest level to show, as in `--log-level`.
         log_format: "text" or "json".
     """
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -46,7 +46,7 @@ def start_logging(level: str, log_format: str) -> None:
 
 
 def fields_of(record: RequestRecord) -> dict[str, Any]:
-    """A generation's fields in the log: its state, its counts, and where its time went, in ms."""
+    """A generation's fields in the log: state, counts, and times in ms."""
     counts = record.counts
     return {
         "event": "generation",

@@ -1,7 +1,7 @@
-"""What the server counts, for Prometheus: steps by phase, latencies, and where requests' time went.
+"""The server's metrics for Prometheus: steps by phase, latencies, and requests' time.
 
-Names are vLLM's after a prefix of our own, so that dashboards carry over; docs/metrics.md defines
-each. Not for HTTP, and not for one request's story: that is its timeline's.
+Names are vLLM's after our own prefix, so that dashboards can be reused; docs/metrics.md defines
+each one. Single requests are described by their timelines instead.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from twinphase.phases.timeline import IntervalKind
 PREFIX = "twinphase:"
 VLLM_PREFIX = "vllm:"
 OPENMETRICS = "application/openmetrics-text"
-# Asked for any other escaping, the client puts an underscore for the colon of a sample's name,
-# which needs none.
+# With any other escaping, the client library would replace the colon in names, which is not
+# necessary.
 OPENMETRICS_AS_IS = f"{OPENMETRICS}; version=1.0.0; escaping=allow-utf-8"
 PHASES = ("prefill", "decode")
 MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
 
-# Metrics that vLLM has too, with the same meaning except as docs/metrics.md notes.
+# Metrics with the same meaning in vLLM, except as noted in docs/metrics.md.
 VLLM_NAMES = {
     "num_requests_running",
     "num_requests_waiting",
@@ -67,7 +67,7 @@ def _series(mantissas: Sequence[float], first: int, last: int) -> tuple[float, .
     )
 
 
-# In seconds.
+# Bucket bounds in seconds.
 REQUEST_BUCKETS = (*_series((1, 2, 5), -3, 2), 1000.0)
 GAP_BUCKETS = (
     *_series((1, 1.25, 1.6, 2, 2.5, 3.2, 4, 5, 6.4, 8), -3, -1),
@@ -76,7 +76,7 @@ GAP_BUCKETS = (
 DELIVERY_BUCKETS = _series((1, 2, 5), -4, 0)
 TOKEN_BUCKETS = _series((1, 2, 5), 0, 5)
 
-# Gauges and the attributes of `StepStats` that set them.
+# Gauges, and the attributes of `StepStats` that set them.
 STEP_GAUGES = {
     "num_requests_running": ("num_running", "Requests with a share in the steps."),
     "num_requests_waiting": ("num_waiting", "Requests in the queue, preempted ones included."),
@@ -90,14 +90,14 @@ STEP_GAUGES = {
     ),
     "state_snapshots": ("num_snapshots", "Recurrent states that cached prefixes continue from."),
 }
-# Counters and the attributes of `StepStats` that count since the engine's start.
+# Counters, and the attributes of `StepStats` that count since the engine's start.
 ENGINE_COUNTERS = {
     "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache."),
     "num_preemptions": ("num_preemptions", "Times that a request lost its KV to others."),
     "spec_decode_num_failures": ("num_draft_failures", "Times that a source of drafts failed."),
 }
-# `StepStats` has an attribute of both names, such as `prefill_tokens`.
+# `StepStats` combines these names with a phase, such as `prefill_tokens`.
 STEP_AMOUNTS = ("tokens", "seconds", "flops", "bytes")
 STEP_PARTS = [part.name for part in fields(StepTimes)]
 COUNTERS = {
@@ -116,7 +116,7 @@ COUNTERS = {
     "embedding_texts": "Texts of answered embedding requests, pairs of scoring requests.",
     "embedding_tokens": "Tokens of answered embedding and scoring requests.",
 }
-# Counters' texts and labels.
+# Descriptions and labels of counters.
 LABELLED_COUNTERS: dict[str, tuple[str, ...]] = {
     "step_tokens": ("Tokens computed in steps.", "phase"),
     "step_seconds": ("Time of steps, divided by the cost model.", "phase"),
@@ -141,7 +141,7 @@ TENANT_COUNTERS = {
     "tenant_work_seconds": ("Predicted time of steps, by tenant.", "tenant"),
     "tenant_requests_refused": ("Requests that met a full queue.", "tenant"),
 }
-# A counter with one of these labels has all its series from the start.
+# Counters with one of these labels have all their series from the start.
 KNOWN_VALUES: dict[str, Sequence[str]] = {
     "phase": PHASES,
     "part": STEP_PARTS,
@@ -205,7 +205,7 @@ WORKER_COUNTERS = {
 
 
 def _alias(family: Metric) -> Metric:
-    """The same samples under vLLM's name, with the label that distinguishes its engines."""
+    """The same samples under vLLM's name, with vLLM's label for the engine."""
     alias = Metric(
         VLLM_PREFIX + family.name.removeprefix(PREFIX), family.documentation, family.type
     )
@@ -227,9 +227,10 @@ class _WithoutTenants:
 
 
 class Metrics:
-    """All metrics of a server; may be called from any thread.
+    """All metrics of a server; any thread may call it.
 
-    Prometheus' client collects them from here, where each sample gets the model's name as a label.
+    Prometheus' client collects them from this object, which labels each sample with the model's
+    name.
     """
 
     def __init__(
@@ -239,12 +240,12 @@ class Metrics:
         vllm_aliases: bool = False,
         tenants: Mapping[str, float] | None = None,
     ) -> None:
-        """`tenants`: weights by name; without any there are no metrics by tenant."""
+        """`tenants`: weights by name; if empty, there are no metrics by tenant."""
         self._model_name = model_name
         self._vllm_aliases = vllm_aliases
         self._tenants = tenants or {}
         self._made: list[Counter | Gauge | Histogram] = []
-        self._seen: dict[tuple[str, ...], float] = {}  # totals by metric and labels
+        self._seen: dict[tuple[str, ...], float] = {}  # Last totals by metric and labels.
         self._workers: set[str] = set()
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -301,7 +302,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """The metrics as they are now, for Prometheus' client."""
         for family in (family for metric in self._made for family in metric.collect()):
-            # Every series would have one more, which says only when the server started.
+            # Each series would otherwise have a second one with the time of its creation.
             family.samples = [
                 sample._replace(labels={"model_name": self._model_name, **sample.labels})
                 for sample in family.samples
@@ -316,7 +317,7 @@ class Metrics:
         (counter.labels(*labels) if labels else counter).inc(amount)
 
     def _raise_to(self, name: str, total: float, *labels: str) -> None:
-        """Count what a total has grown by; a total that shrank was begun again at zero."""
+        """Increase a counter to a total; if the total shrank, it had restarted at zero."""
         seen = self._seen.get((name, *labels), 0.0)
         self._add(name, total - seen if total >= seen else total, *labels)
         self._seen[name, *labels] = total
@@ -343,13 +344,13 @@ class Metrics:
             self._add("spec_decode_num_accepted_tokens_per_pos", count, str(position))
 
     def limits(self, worker: WorkerStatus) -> None:
-        """What holds for an engine as it is now."""
+        """Set the present limits of an engine."""
         for of, rate in (worker.ceilings or {}).items():
             if rate is not None:
                 self._ceilings.labels(of).set(rate)
 
     def workers(self, workers: Sequence[WorkerStatus]) -> None:
-        """The engines of a router, as they are now; empty for a single engine."""
+        """Set the present values of a router's engines; `workers` is empty for a single engine."""
         for worker in workers:
             for name, (attribute, _) in WORKER_GAUGES.items():
                 self._gauges[name].labels(worker.id).set(getattr(worker, attribute))
@@ -367,32 +368,32 @@ class Metrics:
         self._workers |= ids
 
     def engine_up(self, is_up: bool) -> None:
-        """Whether the engine takes requests; a dead engine holds none."""
+        """Note whether the engine takes requests; a dead engine holds none."""
         self._up.set(is_up)
         if not is_up:
             self.idle()
 
     def idle(self) -> None:
-        """The engine has no request, and so makes no step to report it."""
+        """Note that the engine has no requests, since it makes no step that would report this."""
         for name in STEP_GAUGES:
             self._gauges[name].set(0)
 
     def engine_restarted(self, *, totals_last: bool = False) -> None:
-        """A dead engine was restarted; its totals began at zero again, unless `totals_last`."""
+        """Note an engine's restart; its totals restarted at zero unless `totals_last`."""
         self._add("engine_restarts", 1)
         if not totals_last:
             self._seen.clear()
         self.engine_up(True)
 
     def first_token(self, seconds: float) -> None:
-        """A request's first output token was handed over, `seconds` after its arrival."""
+        """Note that a request's first output token was delivered `seconds` after its arrival."""
         self._histograms["time_to_first_token_seconds"].observe(seconds)
         self._add("generation_tokens", 1)
 
     def token_gap(self, seconds: float, count: int = 1) -> None:
-        """`count` further tokens of a request were sent together, `seconds` after the one before.
+        """Note that `count` tokens were sent together, `seconds` after the previous token.
 
-        Never divided: the gaps between tokens that came together are zero, as in
+        The gap is not divided: gaps between tokens that were sent together are zero, as in
         `RequestTimeline.itl`.
         """
         gaps = self._histograms["inter_token_latency_seconds"]
@@ -402,13 +403,13 @@ class Metrics:
         self._add("generation_tokens", count)
 
     def delivered(self, seconds: float) -> None:
-        """Tokens were handed to the socket, `seconds` after the end of the step that made them."""
+        """Note that tokens were written to the socket `seconds` after the end of their step."""
         self._histograms["token_delivery_seconds"].observe(seconds)
 
     def ended(self, record: RequestRecord, num_reasoning_tokens: int) -> None:
-        """A request has ended, for any reason.
+        """Note that a request has ended, for any reason.
 
-        One that was given up before its end is only counted: the engine knew where its time went.
+        An abandoned request is only counted, because only the engine knows its times.
         """
         self._add("request_success", 1, record.finish_reason or FinishReason.ABORT)
         if not record.has_ended:
@@ -437,27 +438,28 @@ class Metrics:
             self._add(f"{kind}_seconds", seconds[kind])
 
     def embedded(self, num_texts: int, num_tokens: int, seconds: float) -> None:
-        """An embedding request was answered, `seconds` after its arrival."""
+        """Note that an embedding request was answered, `seconds` after its arrival."""
         self._add("embedding_texts", num_texts)
         self._add("embedding_tokens", num_tokens)
         self._histograms["embedding_request_seconds"].observe(seconds)
 
     def refused(self, status: int, reason: str, tenant: str = "") -> None:
-        """A request was refused before it was queued; `tenant`: whose queue was full.
+        """Note that a request was refused before it was queued; `tenant` has a full queue.
 
-        `reason` is one of the server's few words, never text from a request: each makes a series
-        for good.
+        `reason` is one of a few fixed words, never text from a request, because each one creates a
+        permanent series.
         """
         if tenant in self._tenants:
             self._add("tenant_requests_refused", 1, tenant)
         self._add("requests_refused", 1, str(status), reason)
 
     def expose(self, accept: str | None, *, tenants: bool = True) -> tuple[bytes, str]:
-        """Metrics as text, and its content type: OpenMetrics if the Accept header names it.
+        """Metrics as text, and the content type: OpenMetrics if the Accept header allows it.
 
-        `tenants`: with those that name tenants.
+        `tenants`: whether to include metrics that name tenants.
         """
-        # Not the header itself: a version in it that is no number raises.
+        # The header itself is not passed on, because an invalid version number in it raises an
+        # error.
         encode, content_type = choose_encoder(
             OPENMETRICS_AS_IS if OPENMETRICS in (accept or "") else ""
         )

@@ -1,6 +1,6 @@
-"""Reports of where a request's time went: `timings`, `Server-Timing`, and finished timelines.
+"""Reports of requests' times: `timings`, `Server-Timing`, and finished timelines.
 
-Times on the wire are in milliseconds, as in llama.cpp's `timings`; ours adds fields to those.
+Reported times are in milliseconds, as in llama.cpp's `timings`, which these extend.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_LISTED_FINISHED = 100
 
 
 def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
-    """Where the time of one answer went so far; `shape` is the model's.
+    """The times of one answer so far; `shape` is the model's.
 
     Beside the fields of `request_timings`, `ttfo_ms` is the time from the arrival to the first
     token after the thinking part.
@@ -69,11 +69,10 @@ def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
 
 
 def request_timings(timeline: RequestTimeline, request: RequestCounts) -> dict[str, Any]:
-    """Where a request's time went so far.
+    """The times of a request so far.
 
-    `ledger_ms` adds up to `e2e_ms`. From `cache_n` on, fields are llama.cpp's; our formulas:
-    `ttft_ms` first token handed over - arrival; `tpot_ms` (last token - first token) / (output
-    tokens - 1).
+    `ledger_ms` adds up to `e2e_ms`. From `cache_n` on, the fields are llama.cpp's. `ttft_ms` is
+    first token delivered - arrival; `tpot_ms` is (last token - first token) / (output tokens - 1).
     """
     num_prompt = request.num_prompt_tokens
     num_output = request.num_output_tokens
@@ -112,7 +111,7 @@ def request_timings(timeline: RequestTimeline, request: RequestCounts) -> dict[s
 def spec_decode_metrics(request: RequestCounts, level: str) -> dict[str, Any]:
     """One answer's drafted and accepted tokens, under vLLM's names; empty at the level "none".
 
-    Histograms count steps by the number of accepted tokens.
+    Histograms count steps by their number of accepted tokens.
     """
     if level == "none":
         return {}
@@ -153,11 +152,11 @@ def server_timing(timeline: RequestTimeline) -> str:
 
 
 class Timelines:
-    """The last finished requests and the running ones, by id."""
+    """The running requests and the last finished ones, by id."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        # Of the finished ones: tenant, entry in the list, and the record as bytes.
+        # Tenant, list entry and serialized record of finished requests.
         self._finished: OrderedDict[str, tuple[str, dict[str, Any], bytes]] = OrderedDict()
         self._running: dict[str, Choice] = {}
 
@@ -165,7 +164,7 @@ class Timelines:
         self._running[choice.record.request_id] = choice
 
     def end(self, choice: Choice) -> None:
-        """The request has ended, finished or not."""
+        """Note that the request has ended, finished or not."""
         record = choice.record
         self._running.pop(record.request_id, None)
         if not record.has_ended:
@@ -196,7 +195,7 @@ class Timelines:
         return self._running.get(request_id)
 
     def phases(self, num_waiting: int) -> dict[str, int]:
-        """The running requests of all tenants by phase; `num_waiting` of them have not begun."""
+        """Numbers of running requests by phase; `num_waiting` of them are queued."""
         decode = sum(bool(choice.stream.transcript.token_ids) for choice in self._running.values())
         waiting = min(num_waiting, len(self._running) - decode)
         prefill = len(self._running) - decode - waiting
@@ -220,7 +219,8 @@ class Timelines:
         Raises:
             RequestNotFoundError: the request is unknown, or belongs to another tenant.
         """
-        for name in (request_id, f"{request_id}-0"):  # a reply of several answers: the first
+        # For a reply with several answers, this finds the first answer.
+        for name in (request_id, f"{request_id}-0"):
             record = self._running[name].record if name in self._running else None
             if name in self._finished:
                 record = msgspec.msgpack.decode(self._finished[name][-1], type=RequestRecord)

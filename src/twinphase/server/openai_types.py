@@ -1,6 +1,6 @@
-"""What clients may send, as OpenAI and vLLM name it.
+"""The requests that clients may send, with OpenAI's and vLLM's names.
 
-A field that is not here is refused by name; null is its default.
+Unknown fields are refused by name; null stands for the default.
 
 Fields that clients always send and that can mean nothing here (`Unread`) are accepted, and named in
 a header of the reply.
@@ -35,7 +35,7 @@ from twinphase.server.strict import (
 MAX_BIASES = 1024
 MAX_PREDICTION_CHARACTERS = 1 << 20
 Stops = Name | UpTo16[Name]
-TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # JSON's keys are texts.
+TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # Keys in JSON are strings.
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 TokenIds = Annotated[list[Natural], Field(fail_fast=True)]
 Texts = str | TokenIds | UpTo65536[str] | UpTo65536[TokenIds]  # One or several.
@@ -162,7 +162,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's `structured_outputs`: exactly one form."""
+    """vLLM's `structured_outputs`, with exactly one form."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -180,12 +180,12 @@ class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool | None = (
-        None  # OpenAI pads its chunks against eavesdroppers; there is nothing to pad
+        None  # OpenAI pads its chunks against eavesdroppers; this server does not.
     )
 
 
 class Prediction(Strict):
-    """The expected answer, such as a file with one change; it changes speed only."""
+    """The expected answer, such as a file with one change; it only affects speed."""
 
     type: Literal["content"]
     content: Annotated[str, Field(max_length=MAX_PREDICTION_CHARACTERS)] | UpTo4096[TextPart]
@@ -206,7 +206,7 @@ class Prediction(Strict):
 
 
 class Sampling(Strict):
-    """The sampling fields of more than one API; `SamplingParams` checks their ranges."""
+    """The sampling fields common to several APIs; `SamplingParams` checks their ranges."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -227,7 +227,7 @@ class AnyGeneration(Sampling):
     return_progress: bool = False
     priority: Int32 = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    # For the client's own use; prefixes are found by their tokens.
+    # This is for the client's own use; prefixes are found by their tokens.
     user: Annotated[str | None, UNREAD] = None
     service_tier: Annotated[
         Literal["auto", "default", "flex", "scale", "priority"] | None, UNREAD
@@ -262,11 +262,12 @@ class GenerationRequest(AnyGeneration):
     bad_words: Annotated[list[Name], Field(fail_fast=True, max_length=MAX_BIASES)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=65536)] | None = None
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: Literal[-1] | Positive | None = None  # -1: to the context
-    # For the client's own use; answers are not stored.
+    # -1 means truncation to the context.
+    truncate_prompt_tokens: Literal[-1] | Positive | None = None
+    # This is for the client's own use, since answers are not stored.
     metadata: Annotated[dict[str, Any] | None, UNREAD] = None
     store: Annotated[bool | None, UNREAD] = None
-    # Accepted at the only supported value.
+    # Only this value is supported.
     skip_special_tokens: Literal[True] = True
     spaces_between_special_tokens: Literal[True] = True
 
@@ -282,7 +283,7 @@ class GenerationRequest(AnyGeneration):
 
 
 class _Templated(Strict):
-    """How a conversation ends: at the start of the assistant's turn, or within its last message."""
+    """The end of a conversation: the start of the assistant's turn, or within its last message."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -310,14 +311,15 @@ class ChatCompletionRequest(_Templated, GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
     thinking_token_budget: Natural | None = None
-    # Used where the model's template has them.
+    # Used if the model's template has them.
     reasoning_effort: Annotated[
         Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None, UNREAD
     ] = None
     verbosity: Annotated[Literal["low", "medium", "high"] | None, UNREAD] = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     prediction: Prediction | None = None
-    # OpenAI's other fields are not supported. Some clients send null for fields that were not set.
+    # OpenAI's other fields are not supported, but some clients send null for fields without a
+    # value.
     audio: None = None
     function_call: None = None
     functions: None = None
@@ -339,11 +341,11 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Texts
-    max_tokens: Natural | None = None  # 0 with `echo`: the prompt's log probabilities
+    max_tokens: Natural | None = None  # 0 with `echo` requests the prompt's log probabilities.
     logprobs: NumLogprobs | None = None
     echo: bool | None = False
     best_of: Positive | None = None
-    suffix: str | None = None  # of vocabularies with tokens to fill in the middle
+    suffix: str | None = None  # This requires a vocabulary with fill-in-the-middle tokens.
     add_special_tokens: Literal[True] = True
 
     @model_validator(mode="after")
@@ -384,7 +386,7 @@ class _Scoring(Strict):
 
 
 class ScoreRequest(_Scoring):
-    """POST /v1/score: one text to compare with each of the others, or one for each."""
+    """POST /v1/score: one text to compare with each of the others, or one text for each."""
 
     text_1: str | UpTo65536[str]
     text_2: str | UpTo65536[str]

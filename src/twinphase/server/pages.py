@@ -1,6 +1,6 @@
-"""The pages of a server: the live page, or what is there (`/`), and the routes (`/docs`).
+"""The server's pages: the live page or an overview (`/`), and the API routes (`/docs`).
 
-Everything that they show comes from this server: Swagger UI is in the package fastapi-offline.
+All their files come from this server; the package fastapi-offline contains Swagger UI.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_pages(app: FastAPI, service: Service) -> None:
 
     @app.get("/", include_in_schema=False)
     async def root(request: Request) -> Response:
-        """The live page for browsers, lines for others (Ollama's command line asks)."""
+        """The live page for browsers, plain text for other clients, such as Ollama's."""
         if "text/html" not in request.headers.get("accept", ""):
             lines = [f"{path:<14} {what}" for path, what in LINKS.items()]
             text = "\n".join(["twinphase is running", *lines, ""])
@@ -75,7 +75,8 @@ def add_pages(app: FastAPI, service: Service) -> None:
             swagger_js_url=script,
             swagger_css_url=style,
             swagger_favicon_url=icon,
-            swagger_ui_parameters={"validatorUrl": None},  # or it asks one on the internet
+            # Otherwise the page would query a validator on the internet.
+            swagger_ui_parameters={"validatorUrl": None},
         )
         return _page(bytes(page.body).decode(), "img-src 'self' data:; connect-src 'self'")
 
@@ -87,7 +88,7 @@ def add_pages(app: FastAPI, service: Service) -> None:
 
 
 def _page(text: str, more: str = "img-src 'self'") -> Response:
-    """HTML with a policy: nothing runs or is loaded but this server's files and the text's own."""
+    """An HTML response whose policy allows only this server's files and the text's own scripts."""
     inline = {}
     for kind in ("script", "style"):
         found = re.findall(f"<{kind}>(.*?)</{kind}>", text, re.DOTALL)

@@ -1,7 +1,7 @@
-"""Takes an answer that is nothing but one JSON object for the call that it means.
+"""Interprets an answer that is nothing but one JSON object as a tool call.
 
-Some models leave out the marks of their own format. For calls with those marks see tool_calls.py,
-which come first.
+Some models omit the marks of their own format. Calls with those marks (tool_calls.py) take
+precedence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from twinphase.server.tool_calls import Brackets, CallParser, ToolCallDelta
 from twinphase.server.tools import Tool, arguments_schema
 
 _FENCE = re.compile(r"```[\w-]{0,20}\s*")
-# The beginning of an object that is not a call.
+# The start of an object that is not a call.
 _OTHER_OBJECT = re.compile(
     r'\{\s*(?:[^\s"]|"(?!(?:name|arguments|parameters|type)")[^"]*"'
     r'|"type"\s*:\s*(?:[^\s"]|"(?!function")[^"]*"))'
@@ -24,18 +24,18 @@ _NAME = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)("?)')
 
 
 class PlainCallParser:
-    """A `CallParser` whose content is held back for as long as it may be one call.
+    """A `CallParser` that holds content back as long as it may be a single call.
 
-    The call is a JSON object, bare or in a fence of Markdown, that names a tool and obeys its
-    parameters. Nothing may stand beside it.
+    The call is a JSON object, bare or in a Markdown fence, that names a tool and obeys its
+    parameters. The answer must not contain anything else.
     """
 
     def __init__(self, parser: CallParser, tools: Sequence[Tool]) -> None:
         self._parser = parser
         self._functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self._held: str | None = ""  # None once the answer is known to be something else
-        self._object = ""  # the part of it from the brace on
-        self._end: int | None = None  # of the object
+        self._held: str | None = ""  # None once the answer is known to be something else.
+        self._object = ""  # The text from the opening brace on.
+        self._end: int | None = None  # End of the object.
         self._brackets = Brackets()
         self._called = False
 
@@ -56,7 +56,7 @@ class PlainCallParser:
         return content + (self._held or ""), calls
 
     def _sift(self, content: str, has_calls: bool) -> str:
-        """What is content for certain."""
+        """The text that is certain to be content."""
         if self._held is None:
             return content
         self._held += content
@@ -94,7 +94,7 @@ class PlainCallParser:
         return any(name.startswith(text) for name in self._functions)
 
     def _call(self) -> tuple[str, str] | None:
-        """Name and arguments of the call that the whole answer is."""
+        """Name and arguments of the call that the whole answer is; None if it is not one."""
         assert self._held is not None
         text = self._held.strip()
         if self._end is None or not text.endswith("```" if text.startswith("```") else "}"):

@@ -1,4 +1,4 @@
-"""Errors as clients get them: status, a shape for each dialect, and no internals."""
+"""Errors as clients receive them: a status and a dialect's shape, without internals."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from twinphase.errors import EngineUnavailableError, TwinphaseError
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
-# Types in pydantic's paths; no field has such a name.
+# Names of types in pydantic's error paths; no field has such a name.
 TRIED = re.compile(
     r"(str|int|float|bool|none|constrained-.*|[A-Z][A-Za-z]*|[\w-]*\[.*)$", re.DOTALL
 )
-MAX_PATH_CHARACTERS = 100  # The client chooses a field's name.
-# Fields of other engines and routes, and their names here.
+MAX_PATH_CHARACTERS = 100  # The client chooses the field's name, so it may be long.
+# Fields of other engines and routes, and their names in this API.
 ANSWER_LIMITS = ("max_tokens", "max_output_tokens")
 ALIASES = {
     "repeat_penalty": ("repetition_penalty",),
@@ -40,7 +40,7 @@ ALIASES = {
     "response_format": ("text.format",),
     "guided_decoding": ("structured_outputs",),
 }
-# OpenAI's error type for a status; the other 4xx are "invalid_request_error", the other 5xx
+# OpenAI's error type for each status; other 4xx are "invalid_request_error", other 5xx
 # "internal_server_error".
 TYPES = {
     401: "authentication_error",
@@ -52,31 +52,31 @@ TYPES = {
     504: "timeout_error",
 }
 CODES = {401: "invalid_api_key", 408: "request_timeout", 503: "unavailable", 504: "request_timeout"}
-# Sent to the client for a failure that the log describes.
+# The client gets this error for a failure that the log describes.
 FAILED = TwinphaseError("The server failed on this request.", "Other requests are not affected.")
 
 
 class TooLargeError(TwinphaseError):
-    """A body that is too long."""
+    """The request body is too long."""
 
     http_status = 413
 
 
 class SlowBodyError(TwinphaseError):
-    """A body that did not come to its end in time."""
+    """The request body did not arrive in time."""
 
     http_status = 408
 
 
 class RequestTimeoutError(TwinphaseError):
-    """A request that took longer than the server allows."""
+    """The request exceeded the server's time limit."""
 
     http_status = 504
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What was wrong; `param` is the field, `code` OpenAI's word for it, where there is one."""
+    """An error's message; `param` is the field and `code` OpenAI's code, if there is one."""
 
     message: str
     status: int
@@ -84,7 +84,7 @@ class Problem:
     code: str | None = None
 
 
-Shape = Callable[[Problem], dict[str, Any]]  # the whole body of an error in a dialect
+Shape = Callable[[Problem], dict[str, Any]]  # Makes the body of an error in a dialect.
 
 
 def openai_shape(problem: Problem) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def openai_shape(problem: Problem) -> dict[str, Any]:
 
 
 def body(error: TwinphaseError | Problem, shape: Shape) -> bytes:
-    """The whole body, in ASCII: a message may quote what no UTF-8 can carry."""
+    """The error body in ASCII, because a message may quote text that is not valid UTF-8."""
     if isinstance(error, TwinphaseError):
         status = error.http_status
         error = Problem(
@@ -112,7 +112,7 @@ def body(error: TwinphaseError | Problem, shape: Shape) -> bytes:
 
 
 def validated(kind: type[RequestT], fields: Mapping[str, Any]) -> RequestT:
-    """A dialect's request in OpenAI's fields; the client gets its errors as if it had sent them."""
+    """Validate a dialect's request, given as OpenAI's fields; errors name OpenAI's fields."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -122,7 +122,7 @@ def validated(kind: type[RequestT], fields: Mapping[str, Any]) -> RequestT:
 
 
 def reply(error: TwinphaseError | Problem, shape: Shape) -> Response:
-    """The whole reply to a request that failed."""
+    """The reply to a request that failed."""
     if isinstance(error, TwinphaseError):
         return Response(body(error, shape), error.http_status, headers(error), "application/json")
     return Response(body(error, shape), error.status, media_type="application/json")
@@ -133,15 +133,15 @@ def headers(error: TwinphaseError) -> dict[str, str]:
         return {"Retry-After": str(getattr(error, "retry_after", 1))}
     if (
         isinstance(error, RequestTimeoutError) or error.http_status == 409
-    ):  # OpenAI's clients would send it again
+    ):  # OpenAI's clients would retry it.
         return {"X-Should-Retry": "false"}
-    if isinstance(error, (SlowBodyError, TooLargeError)):  # more of the body may come
+    if isinstance(error, (SlowBodyError, TooLargeError)):  # The rest of the body may still arrive.
         return {"Connection": "close"}
     return {"WWW-Authenticate": "Bearer"} if error.http_status == 401 else {}
 
 
 def invalid_fields(errors: Sequence[Any], given: Any, known: Set[str]) -> Problem:
-    """pydantic's errors in `given`, as sentences; hints name `known` fields."""
+    """Convert pydantic's errors in `given` to sentences; hints name `known` fields."""
     sentences = []
     first = None
     for error in errors[:3]:
@@ -149,7 +149,7 @@ def invalid_fields(errors: Sequence[Any], given: Any, known: Set[str]) -> Proble
         message = error["msg"].removeprefix("Value error, ")
         path = _path(error, given)
         where = ".".join(path)[:MAX_PATH_CHARACTERS]
-        if kind == "json_invalid":  # its path is a position
+        if kind == "json_invalid":  # The path of this error is a position in the text.
             sentences.append(
                 f"The body is not valid JSON: {error.get('ctx', {}).get('error', message)}."
             )
@@ -173,9 +173,9 @@ def invalid_fields(errors: Sequence[Any], given: Any, known: Set[str]) -> Proble
 
 
 def _path(error: Any, given: Any) -> list[str]:
-    """Where in the body an error is, without the types and union tags in pydantic's path."""
+    """The position of an error in the body, without the types and union tags of pydantic's path."""
     path: list[str] = []
-    *parts, last = error["loc"][1:] or [""]  # the first says that it is of the body
+    *parts, last = error["loc"][1:] or [""]  # The first element only refers to the body.
     for part in parts:
         if not TRIED.match(str(part)) and (not isinstance(given, dict) or part in given):
             path.append(str(part))
@@ -190,7 +190,7 @@ def _path(error: Any, given: Any) -> list[str]:
 
 
 def not_found(method: str, path: str) -> str:
-    """The message for a route that does not exist."""
+    """The message for an unknown route."""
     if path.startswith("/api/"):
         return (
             f"There is no {method} {path[:MAX_PATH_CHARACTERS]} here: the model is chosen when the "
@@ -208,5 +208,5 @@ def _instead(name: str, known: Set[str]) -> str:
     meant = [other for other in ALIASES.get(name, ()) if other.partition(".")[0] in known]
     meant = meant or get_close_matches(
         name, known - {name}, 1, 0.8
-    )  # a nested field may be so named
+    )  # A nested field may have this name.
     return f"Did you mean `{meant[0]}`?" if meant else "Leave it out."

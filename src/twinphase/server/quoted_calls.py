@@ -1,4 +1,4 @@
-"""Calls as Gemma 4 writes them: their grammar, and finding them in a text.
+"""Calls in Gemma 4's format: their grammar, and a parser that finds them in text.
 
     <|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>,KEY:1,KEY:[true,{KEY:null}]}<tool_call|>
 
@@ -50,14 +50,14 @@ _ANY_VALUE = (
 def quoted_call_rules(
     special_token: SpecialToken,
 ) -> Callable[[int, Mapping[str, Any]], list[str]]:
-    """Makes the Lark rules of a call of a function with a number, for `tool_grammar`.
+    """Make the Lark rules of a function's call, given the function's number, for `tool_grammar`.
 
-    Calls are held to names, types, alternatives and required parameters, in the order of their
-    names, as the model's template writes them; not to limits of numbers, lengths and patterns.
+    The grammar enforces names, types, alternatives and required parameters, in alphabetical order
+    as in the model's template, but no limits on numbers, lengths or patterns.
     """
     quote = lark_symbols(_QUOTE, special_token)
     if special_token(_QUOTE) is None:
-        # The lazy lexeme ends a text with the first quote.
+        # The lazy lexeme ends a text at the first quote.
         texts = [f"text_value: {quote} text_end", f"text_end[lazy]: ANY_TEXT {quote}"]
     else:
         texts = [f"text_value: {quote} ANY_TEXT {quote}"]
@@ -80,7 +80,7 @@ class _Rules:
         self._made = made
 
     def value(self, schema: Any) -> str:
-        """An expression for what a schema allows, or for more than that."""
+        """An expression that matches at least everything that a schema allows."""
         if not isinstance(schema, Mapping):
             return "any_value"
         options = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
@@ -97,14 +97,14 @@ class _Rules:
         return _TYPES.get(str(types), "any_value")
 
     def object(self, schema: Mapping[str, Any]) -> str:
-        """An expression for an object with the declared properties; with any where none are."""
+        """An expression for an object with the declared properties, or with any if none are."""
         properties = schema.get("properties")
         if properties is None:
             return "any_object"
         required = schema.get("required") or ()
         names = sorted(properties)
         prefix = f"{self._prefix}_{len(self._made)}"
-        rest = {True: '""', False: '""'}  # what may follow, by whether a comma has to stand before
+        rest = {True: '""', False: '""'}  # What may follow, by whether a comma must come first.
         for index, name in reversed(list(enumerate(names))):
             value = self.value(properties[name])
             after = dict(rest)
@@ -129,14 +129,14 @@ class _UnfinishedError(Exception):
 
 
 class _Reader:
-    """Reads a call from the beginning of a text; raises ValueError where it is not one."""
+    """Reads a call at the start of a text; raises ValueError if there is none."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self.at = 0
 
     def call(self) -> tuple[str, str]:
-        """Name and arguments, as JSON."""
+        """The name of the call, and its arguments as JSON."""
         head = _HEAD.match(self._text)
         if head is None:
             raise ValueError
@@ -212,7 +212,7 @@ class _Reader:
 
 
 class QuotedCallParser(CallParser):
-    """Finds whole calls."""
+    """Finds complete calls in text."""
 
     def __init__(self, new_id: Callable[[], str] | None = None) -> None:
         """`new_id` makes the ids of calls."""
@@ -221,9 +221,10 @@ class QuotedCallParser(CallParser):
         self._scanned = 0
 
     def flush(self) -> tuple[str, list[ToolCallDelta]]:
-        """End the answer; return the held text: an unfinished call is content.
+        """End the answer and return the held text; an unfinished call is content.
 
-        After a whole call it is dropped: the answer was cut off where the next one began.
+        After a complete call the held text is dropped, because it is the start of a call that was
+        cut off.
         """
         if self._next == self._take_call:
             call = self._read()
@@ -243,7 +244,7 @@ class QuotedCallParser(CallParser):
         return found
 
     def _take_call(self) -> bool:
-        """Waits for the end of a call, which may stand in a text of it, too."""
+        """Wait for the end of a call; the end mark may also occur in a text of the call."""
         end = self._text.find(_END, self._scanned)
         if end < 0:
             self._scanned = max(0, len(self._text) - len(_END))
@@ -262,7 +263,7 @@ class QuotedCallParser(CallParser):
         return True
 
     def _read(self) -> tuple[str, str, int] | None:
-        """Name, arguments and end of the call that the text begins with; None if it has none."""
+        """Name, arguments and end of the call at the start of the text; None if there is none."""
         reader = _Reader(self._text)
         self._is_unfinished = False
         try:

@@ -1,6 +1,6 @@
-"""The thinking part of an answer, kept apart from the answer itself while both stream.
+"""Separates the reasoning in an answer from its content while the answer streams.
 
-Models that think write it first, between two tags. Tokens are labelled in `answers.py`.
+Models that think write their reasoning first, between two tags. `answers.py` labels tokens.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from twinphase.tokenizer.think_tags import ThinkTags
 class ReasoningSplitter:
     """Divides the text of one answer, as it comes, into reasoning and content.
 
-    Tags and the newlines beside them belong to neither. The joined output does not depend on the
-    cuts between pieces of text.
+    Tags and adjacent newlines belong to neither. The joined output does not depend on how the text
+    is cut into pieces.
     """
 
     def __init__(self, tags: ThinkTags, opened: bool) -> None:
-        """`opened`: the prompt ends inside the thinking part (see `opens_thinking`)."""
+        """`opened`: whether the prompt ends inside the thinking part (see `opens_thinking`)."""
         self._tags = tags
-        self._beginning = True  # the answer may still turn out to begin with the start tag
+        self._beginning = True  # Whether the answer may still begin with the start tag.
         self._thinking = opened
-        self._beside_tag = opened  # newlines are dropped
+        self._beside_tag = opened  # Whether newlines are dropped.
         self._held = ""
 
     @property
@@ -30,7 +30,7 @@ class ReasoningSplitter:
         return self._thinking
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Take the next piece of the answer; return certain reasoning and content."""
+        """Take the next piece of text; return reasoning and content that are certain."""
         self._held += text
         if self._beginning and not self._begin():
             return "", ""
@@ -43,14 +43,14 @@ class ReasoningSplitter:
         return reasoning, content
 
     def flush(self) -> tuple[str, str]:
-        """Ends the answer and returns what was held back, as reasoning and content."""
+        """End the answer; return the held text as reasoning and content."""
         self._drop_newlines()
         held = self._held
         self._held = ""
         return (held, "") if self._thinking else ("", held)
 
     def _begin(self) -> bool:
-        """Remove the tag that the answer begins with, if any; False while that is uncertain."""
+        """Remove a tag at the start of the answer; return False while that is uncertain."""
         text = self._held.lstrip()
         start = self._tags.start
         without = self._tags.without
@@ -65,7 +65,7 @@ class ReasoningSplitter:
         return True
 
     def _think(self) -> str:
-        """Returns reasoning up to the end tag, or to what may become newlines and an end tag."""
+        """Return reasoning up to the end tag, or up to text that may become an end tag."""
         self._drop_newlines()
         at = self._held.find(self._tags.end)
         self._thinking = at < 0

@@ -1,4 +1,4 @@
-"""Replies in OpenAI's shapes, streamed and whole, with usage and timings."""
+"""Replies in OpenAI's shapes, streamed and complete, with usage and timings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from twinphase.server.tool_calls import ToolCallDelta, call_of
 from twinphase.tokenizer.detokenizer import Detokenizer
 
 DONE = b"data: [DONE]\n\n"
-# vLLM's value: JSON has no infinity.
+# vLLM uses this value because JSON has no infinity.
 LOWEST_LOGPROB = -9999.0
 encode = msgspec.json.Encoder().encode
 
@@ -29,7 +29,7 @@ def event(data: Any) -> bytes:
 
 
 def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Tokens of a reply; each prompt counts once, however many answers it has."""
+    """The number of tokens of a reply; each prompt counts once, for any number of answers."""
     prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
     completion_tokens = sum(len(choice.token_ids) for choice in choices)
     counts = [choice.record.counts for choice in choices]
@@ -52,15 +52,15 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def ignored(fields: Sequence[str]) -> dict[str, str]:
-    """The header that names fields of a request which change nothing here."""
+    """The header that names the request's fields that have no effect."""
     return {"x-ignored-fields": ", ".join(fields)} if fields else {}
 
 
 class Replies:
-    """What chats and completions have in common.
+    """The parts that chats and completions have in common.
 
-    `chunk_object` and `body_object` are OpenAI's names for the reply.
-    Other dialects override `chunk`, `end`, `body` and `failure`.
+    `chunk_object` and `body_object` are OpenAI's object types. Other dialects override `chunk`,
+    `end`, `body` and `failure`.
     """
 
     chunk_object = body_object = ""
@@ -71,10 +71,10 @@ class Replies:
         self.choices = choices
         self._service = service
         self.tokenizer = choices[0].stream.transcript.tokenizer
-        self._prefilled: set[int] = set()  # answers whose whole prompt was reported
+        self._prefilled: set[int] = set()  # Answers whose prompt was reported as complete.
 
     def head(self) -> dict[str, Any]:
-        """What every part of the reply begins with."""
+        """The fields at the start of every part of the reply."""
         job = self.job
         return {
             "id": job.id,
@@ -111,11 +111,11 @@ class Replies:
         return self.job.body.stream_options or StreamOptions()
 
     def headers(self) -> dict[str, str]:
-        """Headers that name the request, and the fields of it that changed nothing."""
+        """Headers with the request's id, and with its fields that have no effect."""
         return {"x-request-id": self.job.id, **ignored(self.job.unread)}
 
     def failure(self, problem: bytes) -> bytes:
-        """The end of a stream that failed; `problem` is the error's body outside streams."""
+        """The end of a stream that failed; `problem` is the error's body outside of streams."""
         return b"data: " + problem + b"\n\n" + DONE
 
     def end(self) -> bytes:
@@ -124,7 +124,7 @@ class Replies:
         return event({**self.head(), "choices": [], "usage": usage(self.job, self.choices)}) + DONE
 
     def body(self) -> dict[str, Any]:
-        """The whole reply, when all answers have finished."""
+        """The complete reply, once all answers have finished."""
         choices = []
         for index, choice in enumerate(self.listed()):
             shown = {**self.body_choice(choice), "index": index}
@@ -145,7 +145,7 @@ class Replies:
         }
 
     def listed(self) -> Sequence[Choice]:
-        """The answers of the whole reply, in their order."""
+        """The answers in the complete reply, in order."""
         return self.choices
 
     def token_text(self, token_id: int) -> str:
@@ -155,7 +155,7 @@ class Replies:
         return self.tokenizer.decode([token_id], skip_special_tokens=False, continuation=True)
 
     def _reports(self, choice: Choice) -> dict[str, Any]:
-        """Where the time of an answer went, and how many drafted tokens were accepted."""
+        """The timings of an answer, and its number of accepted draft tokens."""
         facts = self._service.facts
         level = self._service.config.per_request_spec_decode_metrics
         choice.timings = timings(choice, facts.shape if facts else None)
@@ -171,10 +171,10 @@ class Replies:
         raise NotImplementedError
 
     def progress(self, delta: Delta) -> dict[str, Any]:
-        """How far the prompt is, as in llama.cpp, if the client asks for it; else nothing.
+        """The progress of the prompt as in llama.cpp, if the client requests it.
 
-        We add `eta_ms`, an estimate of the time until the whole prompt is computed; None where the
-        engine's step times are not known.
+        The additional field `eta_ms` estimates the time until the whole prompt is computed; None if
+        the engine's step times are unknown.
         """
         choice = delta.choice
         if not self.job.body.return_progress or choice.index in self._prefilled:
@@ -211,7 +211,7 @@ class ChatReplies(Replies):
 
     def body(self) -> dict[str, Any]:
         body = super().body()
-        # All answers share the prompt: its fields stand beside them, as vLLM's do.
+        # All answers share the prompt, so its fields are beside them, as in vLLM.
         if self.job.body.return_token_ids:
             body["prompt_token_ids"] = self.job.prompts[0].token_ids
         return body | {"prompt_logprobs": self.choices[0].prompt_logprobs}
@@ -262,8 +262,10 @@ class CompletionReplies(Replies):
     def __init__(self, *known: Any) -> None:
         """`known` as in `Replies`."""
         super().__init__(*known)
-        self._num_sent: Counter[int] = Counter()  # tokens with log probabilities, by answer
-        self._prompt_lengths: dict[int, int] = {}  # characters of echoed prompts, by answer
+        # Number of tokens with log probabilities that were sent, by answer.
+        self._num_sent: Counter[int] = Counter()
+        # Number of characters of echoed prompts, by answer.
+        self._prompt_lengths: dict[int, int] = {}
 
     def listed(self) -> Sequence[Choice]:
         """The answers per prompt with the highest log probability per token, as in OpenAI's API."""
@@ -296,7 +298,7 @@ class CompletionReplies(Replies):
     ) -> dict[str, list[Any]] | None:
         """Log probabilities of the tokens after `num_sent`, in OpenAI's shape.
 
-        `begins`: those of an echoed prompt come first.
+        `begins`: whether an echoed prompt's log probabilities come first.
         """
         body = self.job.body
         if not isinstance(body, CompletionRequest) or body.logprobs is None:
@@ -316,7 +318,8 @@ class CompletionReplies(Replies):
             length = 0
             text = Detokenizer(self.tokenizer)
             prompt = choice.prompt.token_ids if self.job.echo else []
-            known = [None, *transcript.prompt_logprobs]  # nothing is known of a text's first token
+            # The first token of a text has no log probability.
+            known = [None, *transcript.prompt_logprobs]
             for token_id, prompt_entry in zip(prompt, known, strict=False):
                 add(token_id, prompt_entry, length)
                 length += len(text.append(token_id))
@@ -331,13 +334,13 @@ class CompletionReplies(Replies):
         top: dict[str, float] = {}
         most = self.job.params.logprobs or 0
         for token_id, logprob in [(entry.token_id, entry.logprob), *entry.top[:most]]:
-            text = self.token_text(token_id)  # Parts of characters all look alike.
+            text = self.token_text(token_id)  # Incomplete characters all have the same text.
             top[text] = max(logprob, top.get(text, LOWEST_LOGPROB))
         return top
 
 
 def _surprise(choice: Choice) -> float:
-    """Nats per token of an answer."""
+    """Negative log probability per token of an answer, in nats."""
     return -sum(entry.logprob for entry in choice.logprobs) / max(1, len(choice.logprobs))
 
 

@@ -1,4 +1,4 @@
-"""Pairs of texts to scores over HTTP: vLLM's score API, and the rerank API of Jina and Cohere."""
+"""Scores pairs of texts over HTTP: vLLM's score API, and the rerank API of Jina and Cohere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCORES: Documented = {200: {"content": OBJECT}, **ERRORS}
 
 
 class _Pairs(Exchange):
-    """The scores of one request's pairs, in their order."""
+    """The scores of a request's pairs, in order."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class _Pairs(Exchange):
         first: dict[str, Sequence[str]],
         second: dict[str, Sequence[str]],
     ) -> None:
-        """`first`, `second`: the texts of all pairs by the name of their field."""
+        """`first` and `second` are the texts of all pairs, by the name of their field."""
         service.check_task("score", body.model)
-        super().__init__(service, 1)  # However many pairs it has.
+        super().__init__(service, 1)  # It counts once, for any number of pairs.
         self._body = body
         for name, texts in (first | second).items():
             _check_texts(name, texts, service.config.max_prompts)
@@ -122,7 +122,7 @@ def _check_texts(name: str, texts: Sequence[str], limit: int) -> None:
 
 
 def add_scores(api: APIRouter, service: Service) -> None:
-    """The routes, under each of the paths that vLLM gives them."""
+    """Add the routes, under each of vLLM's paths."""
 
     async def score(body: ScoreRequest) -> Response:
         """Score pairs of texts, as vLLM's API does."""

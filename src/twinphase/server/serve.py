@@ -1,6 +1,6 @@
-"""`twinphase serve`: from a configuration to a running server, and its end.
+"""`twinphase serve`: starts a server from a configuration, and ends it.
 
-Not for what happens in between.
+`app.py` handles requests.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from twinphase.server.service import Service
 from twinphase.server.started import noted
 from twinphase.server.tls import Certificate
 
-# The system keeps this part of an answer for a slow client.
+# Size of the system's send buffer per connection.
 SEND_BUFFER_BYTES = 256 << 10
-# Connections may take this long to close after all requests are done.
+# Connections may take this long to close after all requests have ended.
 SHUTDOWN_TIMEOUT_SECONDS = 5
 POLL_SECONDS = 0.05
-# Stages of loading that took less are not named.
+# Shorter stages of loading are not listed.
 NAMED_SECONDS = 0.05
 LOG = logging.getLogger("twinphase.server")
 
 
 def serve(model: str, make_host: Callable[[], Host], config: ServerConfig) -> int:
-    """Serve a model, on what `make_host` makes, until SIGTERM or SIGINT; returns the exit code."""
+    """Serve a model on the host from `make_host` until SIGTERM or SIGINT; return the exit code."""
     start_logging(config.log_level, config.log_format)
     terminal.transient("")
     LOG.info("twinphase %s starts with the model %s", __version__, model)
@@ -120,7 +120,7 @@ def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
 
 
 def state_lines(facts: EngineFacts) -> Iterator[str]:
-    """The slots for recurrent states, of a model that has such layers."""
+    """A line on the slots for recurrent states, if the model has such layers."""
     slots = facts.config.num_state_slots
     if slots and facts.shape:
         yield (
@@ -131,7 +131,7 @@ def state_lines(facts: EngineFacts) -> Iterator[str]:
 
 
 def pace_lines(facts: EngineFacts) -> Iterator[str]:
-    """The gap between tokens that running answers keep beside prefills, and its cost."""
+    """Lines on the gap between tokens of running answers during prefills, and its cost."""
     pace = facts.pace
     if pace is None:
         return
@@ -164,7 +164,7 @@ def _listen(config: ServerConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(
         socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES
-    )  # accepted connections inherit it
+    )  # Accepted connections inherit it.
     try:
         listener.bind((config.host, config.port))
     except OSError as error:
@@ -178,7 +178,7 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 
 class _Stages:
-    """The stages of loading: shown while they last, and named with their times afterwards."""
+    """The stages of loading: shown while they last, then listed with their times."""
 
     def __init__(self) -> None:
         self._now = "starting"
@@ -265,7 +265,7 @@ class _Server(uvicorn.Server):
         finally:
             for task in tasks:
                 task.cancel()
-            for sig in signals:  # uvloop leaves them to a loop that is closed
+            for sig in signals:  # uvloop leaves signals to a closed loop.
                 loop.remove_signal_handler(sig)
 
     async def _end_when_drained(self) -> None:
@@ -273,7 +273,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     async def _announce(self) -> None:
-        """Show how loading goes, then what was loaded."""
+        """Show the progress of loading, then the facts of the loaded model."""
         service = self._service
         stages = _Stages()
         while service.facts is None or not service.host.is_running:
@@ -286,7 +286,8 @@ class _Server(uvicorn.Server):
         if service.facts is None:
             return
         gc.collect()
-        # or the collector goes through every route and type in the middle of an answer, for 0.1 s
+        # Otherwise the collector would scan every route and type during an answer, which takes 0.1
+        # s.
         gc.freeze()
         for line in facts_lines(service.facts, service, self.url):
             terminal.note(line)

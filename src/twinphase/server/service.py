@@ -1,6 +1,6 @@
-"""The server's state (engine, limits, requests in flight, health) and its watchdog.
+"""The server's state: engine, limits, requests in flight, health, and a watchdog.
 
-Not for HTTP (`app.py`, `generation.py`).
+`app.py` and `generation.py` handle HTTP.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from twinphase.weights.catalogue import other_names
 WATCH_INTERVAL_SECONDS = 0.1
 LOG_INTERVAL_SECONDS = 10.0
 LOG = logging.getLogger("twinphase.server")
-# What a server does by its model's task; what it does not; and what to do then.
+# What a server does by its model's task, what it cannot do, and the remedy.
 SERVED = {"generate": "generate text", "embed": "embed texts", "score": "score pairs of texts"}
 NOT_DONE = {
     "generate": "writes none",
@@ -51,7 +51,7 @@ FIXES = {
 
 
 class InFlight(Protocol):
-    """A request over HTTP that has not sent its last byte (`generation.py`)."""
+    """An HTTP request whose last byte was not sent yet (`generation.py`)."""
 
     def check(self, now: float) -> None: ...
 
@@ -59,7 +59,7 @@ class InFlight(Protocol):
 
 
 class StatsLog:
-    """A line about the steps of the last seconds, if there were any."""
+    """Formats a log line about the steps of the last seconds."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -73,7 +73,7 @@ class StatsLog:
         self._last = stats
 
     def line(self, now: float) -> str | None:
-        """A line every `LOG_INTERVAL_SECONDS` of work, None otherwise."""
+        """A line for every `LOG_INTERVAL_SECONDS` with work; otherwise None."""
         if self._since is None or self._last is None or now - self._since < LOG_INTERVAL_SECONDS:
             return None
         seconds = now - self._since
@@ -96,14 +96,14 @@ class Service:
     """The state that all requests share.
 
     Attributes:
-        model: the name that the server was started with.
-        model_names: names that the server lists; replies have the first.
+        model: name that the server was started with.
+        model_names: names that the server lists; replies have the first one.
         other_names: names that clients may also use.
-        engine: None before `start`.
-        tracer: for OpenTelemetry, if asked for.
-        in_flight: generations that have not sent their last byte.
-        stalled: the engine had work and made no step for too long.
-        feed: what the live page reads.
+        engine: engine; None before `start`.
+        tracer: tracer for OpenTelemetry, if configured.
+        in_flight: requests whose last byte was not sent yet.
+        stalled: whether the engine had work but made no step for too long.
+        feed: feed of the live page.
     """
 
     def __init__(self, host: Host, model: str, config: ServerConfig) -> None:
@@ -137,11 +137,11 @@ class Service:
         self._watcher: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the engine and the watch; needs a running event loop."""
+        """Start the engine and the watchdog; needs a running event loop."""
         self.engine = AsyncEngine(self.host, on_step=self._on_step)
         loop = asyncio.get_running_loop()
         self._watcher = loop.create_task(self._watch())
-        loop.run_in_executor(None, self._warm_up)  # while the engine loads
+        loop.run_in_executor(None, self._warm_up)  # This runs while the engine loads.
 
     def _warm_up(self) -> None:
         """Build tokenizer and template, so that the first request does not wait for them."""
@@ -156,7 +156,7 @@ class Service:
             LOG.warning("%s Chats will be refused.", error.cause)
 
     async def ready(self) -> None:
-        """Wait until the engine takes requests; raises what refused the model."""
+        """Wait until the engine takes requests; raises an error if it refused the model."""
         while self.stage != "ready":
             if self.failure is not None:
                 raise self.failure
@@ -180,7 +180,7 @@ class Service:
 
     @property
     def stage(self) -> str:
-        """The state "ready", or the reason that the server takes no requests."""
+        """The state "ready", or the reason why the server takes no requests."""
         if self.admission.draining:
             return "draining"
         if self.stalled:
@@ -200,12 +200,12 @@ class Service:
 
     @property
     def failure(self) -> TwinphaseError | None:
-        """Why the model could not be loaded at all."""
+        """The error that prevents the model from ever loading."""
         return self.host.failure.error() if self.host.failure else None
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """Sampling values that hold where a request gives none.
+        """Default sampling values of requests.
 
         Raises:
             CheckpointError: --generation-config names no valid file.
@@ -213,21 +213,21 @@ class Service:
         return self.host.text.sampling_defaults
 
     def require_engine(self) -> AsyncEngine:
-        """The engine, or the error that says why it takes no requests."""
+        """The engine, or an error with the reason why it takes no requests."""
         assert self.engine is not None, "the server has started"
         if not self.engine.is_running:
             raise self.engine.unavailable()
         return self.engine
 
     def admit(self, tenant: str, num_requests: int) -> Ticket:
-        """Admit a request that becomes `num_requests` for the engine, as `Admission.enter`."""
+        """Admit a request with `num_requests` requests to the engine, as `Admission.enter`."""
         facts = self.require_engine().facts
         assert facts is not None, "the engine is running"
         self.admission.num_seats = facts.config.max_num_seqs
         return self.admission.enter(tenant, num_requests)
 
     def cost_model(self) -> CostModel | None:
-        """The step times that the engine has learned so far; None where they are not known."""
+        """The step times that the engine has learned so far; None if they are unknown."""
         facts = self.facts
         prices = self._prices or (facts.prices if facts else ())
         if facts is None or facts.shape is None or not prices:
@@ -235,7 +235,7 @@ class Service:
         return CostModel(prices, facts.shape.windowed_share, facts.shape.window)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served; a request that names none is served."""
+        """Refuse a model that is not served; a request without a model is accepted."""
         if name is not None and name not in self.model_names and name not in self.other_names:
             names = ", ".join(self.model_names)
             raise ModelNotFoundError(
@@ -243,9 +243,9 @@ class Service:
             )
 
     def check_task(self, task: str, model: str | None) -> None:
-        """Refuse a task that the model was not loaded for, and another model.
+        """Refuse another model, or a task that the model was not loaded for.
 
-        A model that embeds also scores: by the cosine of two vectors.
+        A model that embeds can also score pairs, by the cosine of their vectors.
         """
         own = self.host.task
         if task != own and (task, own) != ("score", "embed"):
@@ -262,7 +262,7 @@ class Service:
             )
 
     def drain(self, seconds: float) -> None:
-        """Admit nothing more; set `drained` when all requests have finished, or after `seconds`."""
+        """Stop admitting; set `drained` when all requests have finished, or after `seconds`."""
         self.admission.draining = True
         self._drain_until = perf_counter() + seconds
 
@@ -294,7 +294,7 @@ class Service:
             )
 
     def _on_step(self, stats: StepStats) -> None:
-        # A long prompt teaches the engine what its context costs long before a request ends.
+        # The engine learns the cost of a long prompt's context long before the request ends.
         self._prices = stats.prices or self._prices
         self.admission.step(stats.end, stats.work)
         self.metrics.step(stats)
@@ -347,7 +347,7 @@ class Service:
             LOG.info(line)
 
     def workers(self) -> list[WorkerStatus]:
-        """The engines of this server; a single one is called `engine`."""
+        """The engines of this server; a lone engine is called `engine`."""
         if found := self.host.workers():
             return found
         last = self.engine.stats if self.engine else None

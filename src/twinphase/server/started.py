@@ -1,6 +1,6 @@
-"""Which servers of this user run on this machine: a small file each, in the cache folder.
+"""Finds this user's running servers by a small file for each in the cache folder.
 
-`twinphase stop` and the commands with `--url` find servers by them.
+`twinphase stop` and the commands with `--url` use it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 class StartedServer(msgspec.Struct, frozen=True):
-    """A server's process and address; `ticks` is when it started, as the kernel counts."""
+    """A server's process and address; `ticks` is its start time as the kernel counts it."""
 
     pid: int
     url: str
@@ -32,13 +32,13 @@ class StartedServer(msgspec.Struct, frozen=True):
         return self.ticks == _start_ticks(self.pid) and _is_alive(self.pid)
 
     def answers_at(self, url: str) -> bool:
-        """Whether it is this server that listens at `url`."""
+        """Whether this server listens at `url`."""
         own = urlsplit(self.url)
         asked = urlsplit(url)
         try:
             if own.port != (asked.port or (443 if asked.scheme == "https" else 80)):
                 return False
-        except ValueError:  # not a port
+        except ValueError:  # The port is not a number.
             return False
         is_local = asked.hostname in LOOPBACK and own.hostname in LOOPBACK | EVERYWHERE
         return asked.hostname == own.hostname or is_local
@@ -48,7 +48,7 @@ class StartedServer(msgspec.Struct, frozen=True):
 def noted(url: str) -> Iterator[None]:
     """Keep a file about this process, which serves at `url`, until the block ends.
 
-    A folder that cannot be written to is no reason not to serve.
+    An error in writing the file is ignored.
     """
     pid = os.getpid()
     path = _folder() / f"{pid}.json"
@@ -63,7 +63,7 @@ def noted(url: str) -> Iterator[None]:
 
 
 def started_servers() -> list[StartedServer]:
-    """Servers that are running; files of ended ones are removed."""
+    """The running servers; files of ended servers are removed."""
     found = []
     for path in sorted(_folder().glob("*.json")):
         try:
@@ -93,7 +93,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process started: a later one of the same id differs in it; None if unknown."""
+    """The start time of a process, which distinguishes reused ids; None if unknown."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if words[0] == "Z" else int(words[19])

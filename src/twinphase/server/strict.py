@@ -1,4 +1,4 @@
-"""Common rules of all request objects: unknown fields are errors, null is the default."""
+"""Rules for all request objects: unknown fields are errors, null is the default."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pydantic_core import CoreSchema
 
 MAX_FIELDS = 128
 MAX_PARTS = 4096
-UNREAD = Field(exclude=True)  # A field that is accepted and changes nothing.
+UNREAD = Field(exclude=True)  # The field is accepted, but has no effect.
 Unread = Annotated[Any, UNREAD]
 T = TypeVar("T")
-# Lists stop at their first error: a million errors would take seconds.
+# Validation of a list stops at its first error: a million errors would take seconds.
 UpTo16 = Annotated[list[T], Field(fail_fast=True, max_length=16)]
 UpTo128 = Annotated[list[T], Field(fail_fast=True, max_length=128)]
 UpTo4096 = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PARTS)]
@@ -33,7 +33,7 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False
-    )  # strict: "1" and true are not numbers
+    )  # Strict validation does not accept "1" and true as numbers.
 
     @model_validator(mode="before")
     @classmethod
@@ -73,7 +73,7 @@ class Strict(BaseModel):
 
 
 def text_or_parts(text_type: str, refused: Sequence[str]) -> Callable[[Any], Any]:
-    """A validator that takes a text as one part, and refuses parts of some types by name."""
+    """A validator that treats a text as one part, and refuses parts of some types by name."""
 
     def read(given: Any) -> Any:
         if isinstance(given, str):
@@ -87,7 +87,7 @@ def text_or_parts(text_type: str, refused: Sequence[str]) -> Callable[[Any], Any
 
 
 def unread_fields(body: BaseModel) -> list[str]:
-    """The given fields that change nothing, such as `metadata` or `messages.annotations`."""
+    """The given fields that have no effect, such as `metadata` or `messages.annotations`."""
     found: dict[str, None] = {}
     for name in body.model_fields_set:
         value = getattr(body, name)

@@ -28,7 +28,7 @@ OBJECT = {"application/json": {"schema": {"type": "object"}}}
 def documented(
     error: type[BaseModel], stream_type: str = "text/event-stream"
 ) -> tuple[Documented, Documented]:
-    """A dialect's responses for /openapi.json: the errors, and those with bodies and streams."""
+    """A dialect's responses for /openapi.json: errors only, and with bodies and streams."""
     errors: Documented = {"4XX": {"model": error}, "5XX": {"model": error}}
     return errors, {200: {"content": {**OBJECT, stream_type: {}}}, **errors}
 

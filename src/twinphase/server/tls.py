@@ -1,6 +1,6 @@
 """HTTPS: the server's certificate, and whether clients need one too.
 
-Not for the connections between the machines of a cluster (`cluster/encryption.py`).
+`cluster/encryption.py` encrypts connections within a cluster.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ REFRESH_INTERVAL_SECONDS = 10.0
 
 
 class Certificate:
-    """What new connections are encrypted with; a renewed certificate is read again.
+    """The TLS context for new connections; a renewed certificate is reloaded.
 
     Attributes:
-        context: for the listening socket.
+        context: TLS context of the listening socket.
     """
 
     def __init__(self, config: ServerConfig) -> None:
         """Read the files that `config` names.
 
         Raises:
-            StorageError: one cannot be read.
-            InvalidRequestError: one holds something else, or the key is another certificate's.
+            StorageError: a file cannot be read.
+            InvalidRequestError: a file has other content, or the key does not belong to the
+                certificate.
         """
         assert config.ssl_certfile is not None
         self._files = (config.ssl_certfile, config.ssl_keyfile or config.ssl_certfile)
@@ -45,13 +46,13 @@ class Certificate:
             self.context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
 
     async def keep_fresh(self) -> None:
-        """Call `refresh` now and then, until this is cancelled."""
+        """Call `refresh` periodically, until this task is cancelled."""
         while True:
             await asyncio.sleep(REFRESH_INTERVAL_SECONDS)
             self.refresh()
 
     def refresh(self) -> None:
-        """Read the files again if they have changed; the old pair stays if the new one is bad."""
+        """Reload the files if they have changed; keep the old pair if the new one is invalid."""
         before = self._changed_at
         try:
             self._load()
@@ -70,7 +71,8 @@ class Certificate:
             if changed_at == self._changed_at:
                 return
             self._changed_at = changed_at
-            # In a context of its own first, where half of a bad pair does no harm.
+            # The files are loaded into a separate context first, where an invalid pair does no
+            # harm.
             for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.context):
                 context.load_cert_chain(certificate, key, _refuse_password)
 

@@ -1,6 +1,6 @@
 """Finds tool calls in a model's text while it streams.
 
-With or without a grammar: text that is not a call stays content, and nothing here fails.
+It works with and without a grammar: text that is not a call is content, and no text is an error.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pydantic_core import from_json
 from twinphase.server.tools import AROUND_CALLS, MISTRAL, TOOL_NAME_PATTERN, ToolFormat
 from twinphase.tokenizer.detokenizer import overlap
 
-# A call up to its arguments, in the order that models write it.
+# A call up to its arguments, with the keys in the usual order.
 _HEAD = re.compile(
     rf'\{{\s*"name"\s*:\s*"({TOOL_NAME_PATTERN})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
 )
-# The beginning of an object that is not a call.
+# The start of an object that is not a call.
 _OTHER_OBJECT = re.compile(r'\{\s*(?:[^\s"]|"(?!(?:name|arguments|parameters|type|id)")[^"]*")')
 _REST_OF_CALL = re.compile(r"^[^{}<]+")
 
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A piece of a call: the first has id and name, the others only more of the arguments' JSON."""
+    """A piece of a call: the first has id and name, later ones only more of the arguments' JSON."""
 
     index: int
     id: str | None
@@ -38,7 +38,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A whole call; `arguments` is JSON text, cut short if the answer was."""
+    """A complete call; `arguments` is JSON text, cut off if the answer was."""
 
     id: str
     name: str
@@ -46,7 +46,7 @@ class ToolCall:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The arguments as an object, as far as they came."""
+        """The arguments as an object, as far as they are complete."""
         try:
             found = from_json(self.arguments, allow_partial=True)
         except ValueError:
@@ -55,7 +55,7 @@ class ToolCall:
 
 
 def call_of(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call as OpenAI's messages have it; `arguments` is JSON text."""
+    """A call in the shape of OpenAI's messages; `arguments` is JSON text."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -70,25 +70,25 @@ def join_deltas(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
 
 
 class CallParser:
-    """Divides the text of one answer into content and calls; its subclasses know how they look.
+    """Divides the text of one answer into content and calls; subclasses know the formats.
 
-    What comes out, joined, does not depend on how the text was cut into pieces. Whitespace beside
-    calls is dropped.
+    The joined output does not depend on how the text is cut into pieces. White space around calls
+    is dropped.
 
     Attributes:
         new_id: makes the ids of calls.
-        is_beside_call: whether a call has come, and no content since.
+        is_beside_call: whether there was a call, and no content since.
     """
 
-    # Takes in what it can of the text; says whether there is more to do.
+    # Processes as much of the text as it can; returns whether to call it again.
     _next: Callable[[], bool]
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self.new_id = new_id
         self.is_beside_call = False
-        self._text = ""  # not taken in yet
+        self._text = ""  # Unprocessed text.
         self._num_calls = 0
-        self._space = ""  # content if more content comes
+        self._space = ""  # White space that is content only if more content follows.
         self._content = ""
         self._deltas: list[ToolCallDelta] = []
 
@@ -100,7 +100,7 @@ class CallParser:
         return self._take_new()
 
     def flush(self) -> tuple[str, list[ToolCallDelta]]:
-        """End the answer; return what was held back."""
+        """End the answer; return the held text."""
         raise NotImplementedError
 
     def _take_new(self) -> tuple[str, list[ToolCallDelta]]:
@@ -116,7 +116,7 @@ class CallParser:
         self._num_calls += 1
 
     def _skip_to(self, begin: str) -> bool:
-        """Take content up to the beginning of a call; whether that was found, and skipped."""
+        """Take content up to the start of a call; return whether it was found and skipped."""
         at = self._text.find(begin)
         if at < 0:
             at = len(self._text) - overlap(self._text, begin)
@@ -128,7 +128,7 @@ class CallParser:
         return True
 
     def _end_answer(self) -> tuple[str, list[ToolCallDelta]]:
-        """End the answer without the text that was not taken in."""
+        """End the answer without its unprocessed text."""
         self._text = ""
         if not self.is_beside_call:
             self._content += self._space
@@ -148,28 +148,29 @@ class CallParser:
 class ToolCallParser(CallParser):
     """Divides the text of one answer into content and calls.
 
-    What comes out, joined, does not depend on how the text was cut into pieces. Whitespace beside
-    calls is dropped.
+    The joined output does not depend on how the text is cut into pieces. White space around calls
+    is dropped.
     """
 
     def __init__(self, format: ToolFormat, new_id: Callable[[], str] | None = None) -> None:
         """`new_id` makes the ids of calls; random ones if None."""
-        # Mistral's templates take ids of nine letters and digits only.
+        # Mistral's templates only accept ids of nine letters and digits.
         random = (lambda: secrets.token_hex(5)[:9]) if format == MISTRAL else random_id
         super().__init__(new_id or random)
         self._format = format
         self._end = format.close.strip()
         self._next: Callable[[], bool] = self._expect_call if format.bare else self._take_content
         self._before_call: str | None = (
-            ""  # taken in since content ended; None once a call has come
+            ""  # Text since the end of the content; None once there was a call.
         )
         self._brackets = Brackets()
         self._scanned = 0
 
     def flush(self) -> tuple[str, list[ToolCallDelta]]:
-        """End the answer; return the held text: an unfinished call without arguments is content.
+        """End the answer and return the held text; an unfinished call without arguments is content.
 
-        After a whole call it is dropped: the answer was cut off where the next one began.
+        After a complete call the held text is dropped, because it is the start of a call that was
+        cut off.
         """
         if self._num_calls and self._next != self._take_content:
             self._text = ""
@@ -191,7 +192,7 @@ class ToolCallParser(CallParser):
         return found
 
     def _expect_call(self) -> bool:
-        """Take in separators before, between and after calls."""
+        """Skip separators before, between and after calls."""
         rest = self._text.lstrip(AROUND_CALLS)
         ended = bool(self._end) and rest.startswith(self._end)
         if ended:
@@ -214,7 +215,7 @@ class ToolCallParser(CallParser):
         self._next = self._take_content
 
     def _take_call(self) -> bool:
-        """Waits for the name of a call and the beginning of its arguments."""
+        """Wait for the name of a call and the start of its arguments."""
         if head := _HEAD.match(self._text):
             self._begin_call(head[1])
             self._text = self._text[head.end() :]
@@ -248,7 +249,7 @@ class ToolCallParser(CallParser):
         return end is not None
 
     def _end_call(self) -> bool:
-        """Skip further keys, and the closing brace if it comes: small models forget it."""
+        """Skip further keys, and the closing brace if it is there: small models omit it."""
         self._text = _REST_OF_CALL.sub("", self._text)
         if self._text:
             self._next = self._expect_call
@@ -269,7 +270,7 @@ class ToolCallParser(CallParser):
 
 
 class Brackets:
-    """Finds the end of a JSON object that comes in pieces."""
+    """Finds the end of a JSON object that arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -277,7 +278,7 @@ class Brackets:
         self._escaped = False
 
     def end(self, text: str, start: int = 0) -> int | None:
-        """The index in `text` after the object, scanning from `start`; None if it is not closed."""
+        """The index after the object in `text`, scanning from `start`; None if it is not closed."""
         for at in range(start, len(text)):
             character = text[at]
             if self._escaped:
@@ -297,7 +298,7 @@ class Brackets:
 
 
 def _read_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a whole call with keys in any order; None if it is not a call."""
+    """Name and arguments of a complete call, with keys in any order; None if it is not a call."""
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):

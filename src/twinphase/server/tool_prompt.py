@@ -1,7 +1,7 @@
-"""Messages with tools, made into messages that a model's chat template can render.
+"""Converts messages with tools to messages that a model's chat template can render.
 
-Not for rendering them. Texts are added as entries of contents, which rendering joins by newlines,
-so that the entries of the client stay what they are.
+Texts are added as entries of contents, which rendering joins by newlines, so that the client's own
+entries do not change.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from twinphase.server.tools import Tool
 
 Message = Mapping[str, Any]
 
-# The tags are those of Hermes' format, the one that `tool_format` gives for a template without
-# tools.
+# The tags are those of the Hermes format, which `tool_format` returns for a template without tools.
 _PROMPT = """\
 You can call functions. These are their signatures, within <tools></tools>:
 <tools>
@@ -37,19 +36,18 @@ def with_argument_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if message.get("tool_calls")
         else {
             key: value for key, value in message.items() if key != "tool_calls"
-        }  # templates ask if it is there
+        }  # Templates test whether it exists.
         for message in messages
     ]
 
 
 def with_tool_prompt(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Write tools, calls and results as text in Hermes' format, for templates without tools.
+    """Write tools, calls and results as text in the Hermes format, for templates without tools.
 
-    The tools go to the end of the system message; results that follow each other make one message
-    of the user.
+    Tools are appended to the system message; consecutive results become one user message.
     """
     written: list[dict[str, Any]] = []
-    results: list[Message] | None = None  # the content of the message before, if it holds results
+    results: list[Message] | None = None  # Content of the previous message, if that holds results.
     for message in messages:
         if message["role"] == "tool":
             if results is None:

@@ -1,7 +1,7 @@
-"""Tools of a request: the formats of calls, and the grammar that an answer with calls obeys.
+"""Tools of a request: the formats of calls, and the grammar of an answer with calls.
 
-Not for the prompt (tool_prompt.py), nor for reading what the model wrote (tool_calls.py). Whether
-the JSON of a request has the right types is checked before it comes here.
+`tool_prompt.py` writes the prompt, and `tool_calls.py` parses the answer. The types in a request's
+JSON are checked before this file is called.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from twinphase.server.forms import OPEN, closed
 
 # {"type": "function", "function": {"name", "description", "parameters", "strict"}}
 Tool = Mapping[str, Any]
-# None is "auto".
+# None means "auto".
 ToolChoice = str | Mapping[str, Any] | None
-# The id of a text that is one control token of the vocabulary; None for ordinary text.
+# Returns the id of a text that is one control token, and None for ordinary text.
 SpecialToken = Callable[[str], int | None]
 
 TOOL_NAME_PATTERN = "[a-zA-Z0-9_.-]{1,64}"
 _POSSIBLE_CONTROL_TOKEN = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")
-# As models write JSON. Free whitespace would let a small model write nothing else.
+# Models write JSON in this style. With free white space, a small model might write nothing else.
 CALL_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _CALL_HEAD = '{"name": "'
 _ANY = "(?s:.*)"
@@ -40,9 +40,9 @@ class ToolFormat:
     A call is {"name": ..., `arguments`: {...}}.
 
     Attributes:
-        bare: an answer that begins with a call needs no `begin`.
-        xml: a call is written in tags instead (xml_calls.py).
-        quote: what stands around texts; calls are then written as Gemma 4 does (quoted_calls.py).
+        bare: whether an answer that begins with a call needs no `begin`.
+        xml: whether calls are written in tags instead (xml_calls.py).
+        quote: token around texts in Gemma 4's format (quoted_calls.py); empty for other formats.
     """
 
     begin: str
@@ -63,7 +63,7 @@ MISTRAL = ToolFormat("[TOOL_CALLS]", " [", ", ", "]")
 
 
 def tool_format(template_source: str) -> ToolFormat:
-    """The format a model was trained on, judged by its chat template; Hermes' if unknown."""
+    """The format that a model was trained on, judged by its chat template; default: Hermes."""
     if HERMES.begin in template_source:
         return XML if "<function=" in template_source else HERMES
     if GEMMA.begin in template_source:
@@ -74,7 +74,7 @@ def tool_format(template_source: str) -> ToolFormat:
 
 
 def check_tools(tools: Sequence[Tool], tool_choice: ToolChoice) -> None:
-    """Refuse tools that cannot be offered, and a choice that cannot be met."""
+    """Refuse tools that cannot be offered, and a choice that cannot be fulfilled."""
     names = set()
     for tool in tools:
         name = tool["function"]["name"]
@@ -105,22 +105,23 @@ def tool_grammar(
     special_token: SpecialToken,
     call_rules: Callable[[int, Mapping[str, Any]], list[str]] | None = None,
 ) -> StructuredOutputsParams | None:
-    """The grammar by which every call names a tool of the request and obeys its parameters.
+    """The grammar that makes every call name a tool of the request and obey its parameters.
 
-    "auto" leaves the text free until a call begins; after calls the answer ends.
+    With "auto" the text is free until a call begins; the answer ends after the calls.
 
     Args:
-        tools: passed `check_tools`, as did `tool_choice`.
+        tools: tools that passed `check_tools`, as did `tool_choice`.
         tool_choice: None for "auto".
-        parallel_tool_calls: whether an answer may have several calls; None for yes. A named tool is
-            called once.
-        format: of the model.
-        call_rules: Lark rules of the call of a function with that number; None for calls in JSON.
-        special_token: which texts are control tokens of the model, for a grammar does not see those
-            as text.
+        parallel_tool_calls: whether an answer may have several calls; None means yes. A named tool
+            is called once.
+        format: call format of the model.
+        call_rules: makes the Lark rules of a function's call, given its number; None for calls in
+            JSON.
+        special_token: returns the id of a control token, because a grammar does not match those as
+            text.
 
     Returns:
-        None when no call is asked for: no tools, or "none".
+        None without tools, or if the choice is "none".
     """
     if not tools or tool_choice == "none":
         return None
@@ -139,7 +140,7 @@ def tool_grammar(
     rules = []
     for i, tool in enumerate(tools):
         rules += call_rules(i, tool["function"])
-    rules = list(dict.fromkeys(rules))  # Tools share some.
+    rules = list(dict.fromkeys(rules))  # Several tools may share a rule.
     rules += ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     rules += [
         f"calls: {lark(format.open)} call {f'({lark(format.between)} call)*' if several else ''} "
@@ -151,8 +152,8 @@ def tool_grammar(
         rules += [f"start: OTHER | {lark(format.begin) + '?' if special_begin else ''} calls"]
         rules += [f"OTHER: /{_other_than(_CALL_HEAD)}/"]
     else:
-        # A lazy lexeme ends the text where a call is announced first; a control token is in no text
-        # anyway.
+        # A lazy lexeme ends the text at the first start of a call; a control token is never part of
+        # a text.
         rules += [
             "start: TEXT | begin calls",
             f"begin{'' if special_begin else '[lazy]'}: TEXT {lark(format.begin)}",
@@ -162,8 +163,8 @@ def tool_grammar(
 
 
 def _call(function: Mapping[str, Any], format: ToolFormat) -> str:
-    # The parameters are a schema of their own, not part of one for the call: their "$ref"s count
-    # from their root.
+    # The parameters are a separate schema instead of part of a call's, because their "$ref"s are
+    # relative to their root.
     schema = {**arguments_schema(function), "x-guidance": CALL_JSON_STYLE}
     head = f'{_CALL_HEAD}{function["name"]}", "{format.arguments}": '
     return f'{json.dumps(head)} %json {json.dumps(schema)} "}}"'
@@ -176,7 +177,7 @@ def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
         parameters = closed(parameters)
     schema = {"type": "object", **parameters}
     if "properties" in schema and not schema.keys() & OPEN:
-        # Undeclared properties are forbidden unless allowed: a small model would invent more.
+        # Undeclared properties are forbidden unless allowed, because small models invent some.
         schema.setdefault("additionalProperties", False)
     return schema
 
@@ -199,12 +200,12 @@ def _other_than(beginning: str) -> str:
     pattern = ""
     for character in map(re.escape, reversed(beginning)):
         pattern = f"([^{character}]{_ANY}{pattern and f'|{character}{pattern}'})?"
-    around = r" \t\r\n,;\[\]}"  # AROUND_CALLS, on one line
+    around = r" \t\r\n,;\[\]}"  # This is AROUND_CALLS as a regular expression.
     return f"[{around}]*" + pattern.replace("([^", f"([^{around}", 1)
 
 
 def lark_symbols(text: str, special_token: SpecialToken) -> str:
-    """A text as symbols of a Lark rule: control tokens by their ids, the rest as strings."""
+    """A text as symbols of a Lark rule: control tokens as ids, the rest as strings."""
     symbols = []
     for piece in filter(None, _POSSIBLE_CONTROL_TOKEN.split(text)):
         token_id = special_token(piece)

@@ -1,8 +1,8 @@
-"""A finished request as an OpenTelemetry trace: a span per request and one per phase.
+"""Exports a finished request as an OpenTelemetry trace, with a span for it and one per phase.
 
 Attribute names are those of the GenAI semantic conventions, whose status is Development; ours begin
-with `twinphase.`. OpenTelemetry is an extra, imported only when asked for. Prompts and answers are
-not for traces.
+with `twinphase.`. OpenTelemetry is an extra, imported only if configured. Traces do not contain
+prompts or answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPAN_NAMES = {
     **dict.fromkeys(PREFILL_KINDS, "prefill"),
     **dict.fromkeys(DECODE_KINDS, "decode"),
 }
-# The conventions' histograms of what follows `gen_ai.server.`, and their boundaries in seconds.
+# Bucket bounds in seconds of the conventions' histograms, by name after `gen_ai.server.`.
 BUCKETS = {
     "request.duration": [0.01 * 2**power for power in range(14)],
     "time_to_first_token": [
@@ -76,7 +76,7 @@ class PhaseSpan:
 
     Attributes:
         name: "tokenize", "queue", "prefill", "recompute", "decode" or "send".
-        intervals: without gap, at least one.
+        intervals: consecutive intervals, at least one.
     """
 
     name: str
@@ -92,13 +92,13 @@ class PhaseSpan:
 
 
 def phase_spans(timeline: RequestTimeline) -> list[PhaseSpan]:
-    """The phases of a request in order of time; a preempted request repeats some.
+    """The phases of a request in order of time; a preempted request repeats some of them.
 
-    Detokenizing and sending belong to the adjacent decode, as a compact timeline has no exact
-    places for them, or to a span of their own without one. Unattributed time is a gap.
+    Detokenizing and sending belong to the adjacent decode, because a compact timeline does not
+    order them; without a decode they have their own span. Unattributed time is a gap.
     """
     spans: list[PhaseSpan] = []
-    between: list[Interval] = []  # since the last span
+    between: list[Interval] = []  # Intervals since the last span.
     for interval in timeline.intervals:
         last = spans[-1].name if spans else ""
         name = SPAN_NAMES.get(interval.kind, "")
@@ -120,9 +120,9 @@ def phase_spans(timeline: RequestTimeline) -> list[PhaseSpan]:
 
 
 class RequestTracer:
-    """Hands finished requests to OpenTelemetry; from any thread.
+    """Passes finished requests to OpenTelemetry; any thread may call it.
 
-    Sending is for the providers' own threads.
+    The providers' own threads send the data.
     """
 
     def __init__(
@@ -154,18 +154,19 @@ class RequestTracer:
         """Make the trace of a request that has ended.
 
         Args:
-            record: of the request.
+            record: record of the request.
             operation: "chat" or "text_completion".
-            model: its name in the API.
-            num_reasoning_tokens: output tokens that were reasoning.
+            model: name of the model in the API.
+            num_reasoning_tokens: number of output tokens that were reasoning.
             wall_clock_offset: the time of day minus the timeline's clock, in seconds.
-            headers: of the request; a broken `traceparent` or `tracestate` is ignored.
+            headers: headers of the request; an invalid `traceparent` or `tracestate` is ignored.
         """
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         def ns(seconds: float) -> int:
-            # Apart, as a float of all of today's nanoseconds is too coarse.
+            # They are rounded separately, because one float is too coarse for a date in
+            # nanoseconds.
             return round(seconds * 1e9) + round(wall_clock_offset * 1e9)
 
         timeline = record.timeline
@@ -210,7 +211,7 @@ class RequestTracer:
         root.end(ns(timeline.end))
 
     def close(self) -> None:
-        """Send what is left, waiting for it, and end the threads that send."""
+        """Send the remaining data, and end the sending threads."""
         self._tracer_provider.shutdown()
         if self._meter_provider is not None:
             self._meter_provider.shutdown()
@@ -256,7 +257,7 @@ def _stall_attributes(stall: Interval) -> dict[str, Any]:
 
 
 def make_tracer(endpoint: str) -> RequestTracer:
-    """A tracer that sends by OTLP over HTTP to an endpoint, a URL without path.
+    """A tracer that sends data by OTLP over HTTP to an endpoint, a URL without a path.
 
     Raises:
         InvalidRequestError: OpenTelemetry is not installed, or the endpoint is not a URL.

@@ -1,4 +1,4 @@
-"""Calls as Qwen3.5 and Qwen3-Coder write them, in tags: their grammar, and finding them in a text.
+"""Calls in the format of Qwen3.5 and Qwen3-Coder: their grammar, and a parser.
 
     <tool_call>
     <function=NAME>
@@ -8,7 +8,7 @@
     </function>
     </tool_call>
 
-A value that may be text stands there as it is; any other is JSON.
+A value that may be text is written as it is; any other value is JSON.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTA
 
 
 def xml_call_rules(number: int, function: Mapping[str, Any]) -> list[str]:
-    """Lark rules of a call of that number: the declared parameters in their order."""
+    """Lark rules of a function's call, by its number: the declared parameters in order."""
     schema = arguments_schema(function)
     required = schema.get("required") or ()
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -62,7 +62,7 @@ def xml_call_rules(number: int, function: Mapping[str, Any]) -> list[str]:
             inner = {**wanted, **definitions, "x-guidance": CALL_JSON_STYLE}
             value = f"%json {json.dumps(inner)} {end}"
         rules.append(f"{rule}: {json.dumps(f'<parameter={name}>' + chr(10))} {value}")
-    # The lazy lexeme ends a text with the first end of a parameter.
+    # The lazy lexeme ends a text at the first end of a parameter.
     shared = [f"text_value[lazy]: ANY_TEXT {end}", "ANY_TEXT: /(?s:.*)/"]
     return [f"call_{number}: {' '.join(call)} {json.dumps(_FUNCTION_END)}", *rules, *shared]
 
@@ -81,10 +81,10 @@ def call_grammar(
 
 
 class XmlCallParser(CallParser):
-    """Finds whole calls in tags."""
+    """Finds complete calls in tags."""
 
     def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
-        """`tools` say which values are text; `new_id` makes the ids of calls."""
+        """`tools` define which values are text; `new_id` makes the ids of calls."""
         self._properties = {
             tool["function"]["name"]: arguments_schema(tool["function"]).get("properties") or {}
             for tool in tools
@@ -93,9 +93,10 @@ class XmlCallParser(CallParser):
         self._next: Callable[[], bool] = self._take_content
 
     def flush(self) -> tuple[str, list[ToolCallDelta]]:
-        """End the answer; return the held text: an unfinished call is content.
+        """End the answer and return the held text; an unfinished call is content.
 
-        After a whole call it is dropped: the answer was cut off where the next one began.
+        After a complete call the held text is dropped, because it is the start of a call that was
+        cut off.
         """
         if self._next == self._take_call and not self._num_calls:
             self._add_content(_BEGIN + self._text)
@@ -112,7 +113,7 @@ class XmlCallParser(CallParser):
         return found
 
     def _take_call(self) -> bool:
-        """Waits for the end of a function, as long as one may be there."""
+        """Wait for the end of a function, as long as there may be one."""
         beginning = self._text.lstrip()
         end = self._text.find(_FUNCTION_END)
         if not beginning.startswith(_FUNCTION):
@@ -132,7 +133,7 @@ class XmlCallParser(CallParser):
         return True
 
     def _end_call(self) -> bool:
-        """Skip the end of a call, or go to the next function within it."""
+        """Skip the end of a call, or go to the next function in it."""
         rest = self._text.lstrip()
         if rest.startswith(_FUNCTION):
             self._next = self._take_call

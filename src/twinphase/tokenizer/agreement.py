@@ -1,4 +1,4 @@
-"""Whether two vocabularies are the same, so that one model may guess another's tokens."""
+"""Compares two vocabularies, because a draft model must have the same tokens as its target."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from twinphase.tokenizer.tokenizer import Tokenizer
 
 
 def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
-    """The lowest token id that differs in the other vocabulary, in words; None if all agree.
+    """The lowest token id with different tokens, in words; None if the vocabularies agree.
 
-    Ids that only the longer one has are no difference: vocabularies are padded.
+    Ids that only the longer vocabulary has are not compared, because vocabularies are padded.
     """
     names = one.names()
     other_names = other.names()

@@ -1,8 +1,8 @@
-"""Messages to the one text that a chat model was trained on, by the template that comes with it.
+"""Renders messages as the text that a chat model was trained on, with the model's template.
 
-Templates are programs by the authors of model files; they run in `template_sandbox.py`. The
-conventions are those of Hugging Face. Not for encoding the text: that is `prompt_parts.py`, which
-knows which control tokens are the template's.
+Templates are programs by the authors of model files, so they run in `template_sandbox.py`. The
+conventions are those of Hugging Face. `prompt_parts.py` encodes the text, because it knows which
+control tokens come from the template.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from twinphase.weights.checkpoint import Checkpoint
 
 MAX_PART_NAME_CHARACTERS = 64
-# A template that asks whether there is a content, as DeepSeek's do to find calls of tools.
+# Matches a template that tests whether there is content, as DeepSeek's do to find tool calls.
 _ASKS_FOR_NONE = re.compile(
     r"\bcontent(['\"]\s*\])?\s*(\sis\s+(not\s+)?|[!=]=\s*)none\b", re.IGNORECASE
 )
@@ -36,25 +36,24 @@ class ChatTemplate:
 
     Attributes:
         source: the Jinja text.
-        tool_source: the text of the template for requests with tools; most models have one for
-            everything.
-        is_fallback: True when the model had no template and another stands in.
-        fallback: the family whose template stands in; None where it is that of no family.
+        tool_source: the template for requests with tools; most models use one template for all.
+        is_fallback: whether the model has no template of its own.
+        fallback: family whose template is used instead; None if the template belongs to no family.
     """
 
     def __init__(
         self, source: str | None, *, tool_use: str | None = None, **special_tokens: str
     ) -> None:
-        """Compiles Jinja text, or ChatML for None.
+        """Compile Jinja text, or ChatML for None.
 
         Args:
-            source: of the template.
-            tool_use: of the one for requests with tools, if there is one.
+            source: text of the template.
+            tool_use: text of the template for requests with tools, if there is one.
             special_tokens: values that templates use by name; `bos_token` and `eos_token` are empty
                 if not given.
 
         Raises:
-            UnsupportedModelError: text that is not a valid template, or uses what is not allowed.
+            UnsupportedModelError: the text is not a valid template, or uses a forbidden feature.
         """
         self.is_fallback = source is None
         self.fallback: str | None = "ChatML" if source is None else None
@@ -66,11 +65,11 @@ class ChatTemplate:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template of a model; its family's when it has none, or else the contents alone.
+        """The template of a model; otherwise its family's, or one that joins the contents.
 
         Raises:
-            UnsupportedModelError: a template that is not valid.
-            CheckpointError: a template's file that cannot be read.
+            UnsupportedModelError: the template is not valid.
+            CheckpointError: a template's file cannot be read.
         """
         texts = template_texts(checkpoint)
         names = dict(tokenizer.special_names)
@@ -91,7 +90,7 @@ class ChatTemplate:
 
     @cached_property
     def think_tags(self) -> ThinkTags | None:
-        """The tags between which the model thinks; None for a model that does not think."""
+        """The tags around the model's thinking; None for a model that does not think."""
         return think_tags(self.source) or think_tags(self.tool_source)
 
     @cached_property
@@ -108,19 +107,19 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Writes messages in the model's format.
+        """Render messages in the model's format.
 
         Args:
-            messages: each with "role" and "content", as in OpenAI's API. Several texts in one
-                content are joined by newlines, as in vLLM; no content is an empty one, unless the
-                template asks for none.
+            messages: mappings with "role" and "content", as in OpenAI's API. Several texts in one
+                content are joined by newlines, as in vLLM; missing content is rendered as empty,
+                unless the template tests for it.
             add_generation_prompt: end with the beginning of the assistant's turn.
-            tools: function descriptions, if the template knows tools (`supports_tools`).
-            variables: further names the template may use.
+            tools: function descriptions, if the template supports tools (`supports_tools`).
+            variables: further variables of the template.
 
         Raises:
-            InvalidRequestError: a content that is not text; or the template refuses the messages,
-                fails on them, or exceeds its budget.
+            InvalidRequestError: a content is not text, or the template refuses the messages, fails,
+                or exceeds its budget.
         """
         source, template = (
             (self.tool_source, self._tool_template) if tools else (self.source, self._template)
@@ -145,8 +144,8 @@ class ChatTemplate:
             ArithmeticError,
             RecursionError,
         ) as error:
-            # A template is code, and fails like code: on content that is not text, or an
-            # unexpected role.
+            # A template is a program, and may fail on content that is not text or on an unexpected
+            # role.
             raise InvalidRequestError(
                 f"The chat template fails on the messages: {_one_line(error)}.",
                 "Check roles and contents.",
@@ -154,19 +153,19 @@ class ChatTemplate:
 
 
 def content_texts(message: Mapping[str, Any], index: int) -> list[tuple[str, str | None]] | None:
-    """The texts of a message's content, each with the client's name for that part of the prompt.
+    """The texts of a message's content, each with the client's name for that part, if any.
 
-    None stands for a message without content.
+    Returns None for a message without content.
 
-    A content is a text or a list of {"type": "text", "text": ...}. An entry may have our own field
-    "part": a name under which its tokens are reported, such as that of a retrieved document.
+    Content is a text or a list of {"type": "text", "text": ...}. The field "part" of an entry is an
+    extension: a name for reports of its tokens, such as that of a retrieved document.
 
     Args:
-        message: as in OpenAI's API.
-        index: of the message, for errors.
+        message: message as in OpenAI's API.
+        index: index of the message, for errors.
 
     Raises:
-        InvalidRequestError: anything but text, or an invalid name.
+        InvalidRequestError: the content is not text, or the name is invalid.
     """
     at = f"messages[{index}]"
     if not isinstance(message, Mapping):
@@ -216,7 +215,7 @@ def _text_entry(entry: Any, at: str) -> tuple[str, str | None]:
 
 def _compile(source: str) -> jinja2.Template:
     try:
-        # Constant expressions are evaluated while compiling.
+        # Constant expressions are evaluated during compilation.
         with budget(0):
             return ENVIRONMENT.from_string(source)
     except (jinja2.TemplateError, RecursionError, MemoryError, ValueError, SyntaxError) as error:

@@ -1,6 +1,6 @@
-"""Text of generated tokens as they come: whole characters only, and never a part of a stop string.
+"""Decodes tokens to text while they stream: whole characters, and no part of a stop string.
 
-One per request; ended and thrown away with it. Not for decoding at once (`Tokenizer.decode`).
+There is one detokenizer per request. `Tokenizer.decode` decodes all tokens at once.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from twinphase.tokenizer.tokenizer import Tokenizer
 class Detokenizer:
     """Turns a stream of token ids into a stream of text.
 
-    What `append` and `flush` return, joined, is `Tokenizer.decode` of all ids, cut before the first
-    stop string.
+    The joined results of `append` and `flush` equal `Tokenizer.decode` of all ids, cut before the
+    first stop string.
 
     Attributes:
         stopped: True once a stop string was completed; later tokens have no text.
-        stop_string: the one that was, or None.
+        stop_string: the completed stop string, or None.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class Detokenizer:
         keep_stop: bool = False,
         continuation: bool = False,
     ) -> None:
-        """Starts an empty stream; `skip_special_tokens`, `continuation` as in `Tokenizer.decode`.
+        """Start an empty stream; `skip_special_tokens`, `continuation` as in `Tokenizer.decode`.
 
-        A string of `stop` ends the text and is part of it with `keep_stop` only. The control tokens
-        in `keep_special` always are.
+        A string of `stop` ends the text, and is part of it only with `keep_stop`. Control tokens in
+        `keep_special` are always part of the text.
         """
         self._tokenizer = tokenizer
         self._stop = tuple(s for s in stop if s)
@@ -43,9 +43,10 @@ class Detokenizer:
         self._keep_special = keep_special
         self._keep_stop = keep_stop
         self._strip_space = tokenizer.strips_leading_space and not continuation
-        # Holds back bytes of an unfinished character, and replaces invalid ones as bytes.decode.
+        # This holds back the bytes of an unfinished character, and replaces invalid bytes like
+        # bytes.decode.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""  # the text that could be the beginning of a stop string
+        self._held = ""  # Text that may be the start of a stop string.
         self.stop_string: str | None = None
 
     @property
@@ -54,16 +55,16 @@ class Detokenizer:
 
     @property
     def holds_back(self) -> bool:
-        """Whether part of a character, or of what may be a stop string, is not out yet."""
+        """Whether part of a character, or a possible start of a stop string, is held back."""
         return bool(self._held or self._decoder.getstate()[0])
 
     @property
     def num_held(self) -> int:
-        """Characters of whole text that may be the beginning of a stop string."""
+        """Number of whole characters that may be the start of a stop string."""
         return len(self._held)
 
     def append(self, token_id: int) -> str:
-        """Takes one token and returns the text that is certain now, often empty."""
+        """Add a token; return the text that has become final, which is often empty."""
         if self.stopped or self._skips(token_id):
             return ""
         data = self._tokenizer.token_bytes(token_id)
@@ -77,7 +78,7 @@ class Detokenizer:
         return special and token_id not in self._keep_special
 
     def flush(self) -> str:
-        """Ends the stream and returns what was held back."""
+        """End the stream; return the text that was held back."""
         if self.stopped:
             return ""
         text = self._release(self._decoder.decode(b"", final=True))
@@ -86,13 +87,13 @@ class Detokenizer:
         return text + held
 
     def _release(self, text: str) -> str:
-        """Adds text to what is held, and returns the part that cannot become a stop string."""
+        """Add text to the held text, and return the part that cannot become a stop string."""
         if not self._stop:
             return text
         text = self._held + text
         self._held = ""
-        # The match that is complete first, and of two that end together the longer: so it does not
-        # matter how the text was cut into tokens.
+        # The match that is complete first wins, and of two that end together the longer one, so
+        # that the result does not depend on how the text is divided into tokens.
         matches = [
             (at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0
         ]
@@ -105,7 +106,7 @@ class Detokenizer:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`, shorter than `stop`."""
+    """Length of the longest end of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,20 +1,20 @@
-"""Chat templates for models that bring none, found by the control tokens of their vocabulary.
+"""Chat templates for models without one, chosen by the control tokens of their vocabulary.
 
-A vocabulary has the tokens of its family's chats also where the model is a base model. Without any
-of them, a conversation becomes plain text that the model continues.
+The vocabulary of a base model also has its family's chat tokens. If there are none, a conversation
+is rendered as plain text, which the model continues.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# What llama.cpp uses for a file without a template.
+# llama.cpp uses this for a file without a template.
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
     "message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# The contents alone, which a base model continues.
+# The contents are joined, and a base model continues them.
 PLAIN = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
     "{% if not loop.last %}{{ '\\n\\n' }}{% endif %}{% endfor %}"
@@ -31,7 +31,7 @@ def _turns(before: str, between: str, after: str, answer: str, *, begin: bool = 
     )
 
 
-# Gemma has no system turn: the message stands in front of the user's first.
+# Gemma has no system turn, so the system message is put before the user's first message.
 _GEMMA = (
     "{{ bos_token }}{% set ns = namespace(system='') %}{% for message in messages %}"
     "{% if message['role'] == 'system' %}{% set ns.system = message['content'] + '\\n\\n' %}"
@@ -53,7 +53,7 @@ _MISTRAL = (
     "{% else %}{{ '[INST]' + ns.system + message['content'] + '[/INST]' }}"
     "{% set ns.system = '' %}{% endif %}{% endfor %}"
 )
-# The control tokens that a template needs; the first whose tokens are all there is taken.
+# The control tokens that each template needs; the first entry with all its tokens present is used.
 _FAMILIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("ChatML", ("<|im_start|>", "<|im_end|>"), CHATML),
     ("Gemma", ("<start_of_turn>", "<end_of_turn>"), _GEMMA),
@@ -89,7 +89,7 @@ _FAMILIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 
 def family_template(has_control_token: Callable[[str], bool]) -> tuple[str, str | None]:
-    """The template that fits a vocabulary, and the name of its family; `PLAIN` and None without."""
+    """The template for a vocabulary and the name of its family; otherwise `PLAIN` and None."""
     for name, tokens, source in _FAMILIES:
         if all(map(has_control_token, tokens)):
             return source, name

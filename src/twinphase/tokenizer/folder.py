@@ -1,9 +1,9 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json, and the JSON files beside it.
+"""Opens the tokenizer of a Hugging Face folder: tokenizer.json, and the JSON files beside it.
 
 The rules are those of transformers' AutoTokenizer (5.x, `TokenizersBackend`). Without
 tokenizer.json, SentencePiece's tokenizer.model is read (`sentencepiece.py`), with BOS and without
-EOS unless the folder says otherwise; with neither, the folder is refused. Not for chat templates
-(`template_files.py`).
+EOS unless the folder says otherwise; without both, the folder is refused. `template_files.py` finds
+chat templates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FETCH = "Fetch the model's folder again."
 _CONVERT = (
     "Write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
 )
-# Decoders that only say how tokens are spelled.
+# Decoders that only determine how tokens are spelled.
 _KNOWN_DECODERS = {
     "ByteLevel",
     "Metaspace",
@@ -46,15 +46,15 @@ def open_folder(
     """A folder's tokenizer without post-processor, and the facts of the other files.
 
     Args:
-        folder: with tokenizer.json or tokenizer.model; tokenizer_config.json,
-            special_tokens_map.json and generation_config.json are read if they are there.
+        folder: folder with tokenizer.json or tokenizer.model; tokenizer_config.json,
+            special_tokens_map.json and generation_config.json are optional.
         config: the folder's config.json.
-        rows: of the model's embedding. Added tokens beyond it are left out, such as Gemma 3's image
-            token in a model without images.
+        rows: number of rows of the model's embedding. Added tokens beyond it are ignored, such as
+            Gemma 3's image token in a model without images.
 
     Raises:
-        UnsupportedModelError: neither of the two, or one that spells its tokens in an unknown way.
-        CheckpointError: a file that is not valid.
+        UnsupportedModelError: both files are missing, or the spelling of tokens is unknown.
+        CheckpointError: a file is not valid.
     """
     settings = _tokenizer_config(folder)
     backend, own_names = _open_backend(folder, rows)
@@ -68,7 +68,7 @@ def open_folder(
     else:
         prefix, suffix = _added_around(backend)
         middle = _added_between(backend)
-        # What it adds is known now, and it would shift the starts of tokens.
+        # Its additions are known by now, and it would shift the starts of tokens.
         backend.post_processor = None
     size = _num_ids(backend)
     ends = [i for i in _end_ids(folder, config) if 0 <= i < size]
@@ -89,10 +89,10 @@ def open_folder(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; an empty one if there is no such file.
+    """A JSON object from a file; empty if the file does not exist.
 
     Raises:
-        CheckpointError: anything else.
+        CheckpointError: the file has any other content.
     """
     if not path.is_file():
         return {}
@@ -106,7 +106,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _open_backend(folder: Path, rows: int | None) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The tokenizer, and its special tokens' names where they come from tokenizer.model."""
+    """The tokenizer, and its special tokens' names if they come from tokenizer.model."""
     if (folder / "tokenizer.json").is_file():
         backend = _read_tokenizer(folder / "tokenizer.json", rows)
         backend.no_truncation()
@@ -141,7 +141,7 @@ def _read_tokenizer(path: Path, rows: int | None) -> tokenizers.Tokenizer:
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json; special_tokens_map.json amends older ones without added tokens."""
+    """tokenizer_config.json, amended by special_tokens_map.json in older folders."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         settings |= read_json(folder / "special_tokens_map.json")
@@ -156,7 +156,7 @@ def _special_names(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _content(value: Any) -> str | None:
-    """The text of a token, which is written as such or as an object with its settings."""
+    """The text of a token, which is stored as a string or as an object with settings."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 
@@ -172,7 +172,7 @@ def _add_tokens(
     names: Mapping[str, str],
     rows: int | None,
 ) -> None:
-    """Adds tokens that only tokenizer_config.json has; makes named tokens special."""
+    """Add tokens that only tokenizer_config.json has, and make named tokens special."""
     listed = settings.get("added_tokens_decoder")
     items = listed.items() if isinstance(listed, dict) else ()
     entries = {int(key): entry for key, entry in items if re.fullmatch("[0-9]{1,9}", key)}
@@ -202,14 +202,14 @@ def _only(token_id: int | None) -> tuple[int, ...]:
 
 def _num_ids(backend: tokenizers.Tokenizer) -> int:
     count: int = backend.get_vocab_size(with_added_tokens=True)
-    # Several times quicker than the whole table.
+    # This is several times faster than reading the whole table.
     if all(backend.id_to_token(i) is not None for i in range(count)):
         return count
     return max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def _added_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that the post-processor puts around a text, which override the config."""
+    """The ids that the post-processor adds around a text, which override the config."""
     encoding = backend.encode("a", add_special_tokens=True)
     ids = encoding.ids
     added = encoding.special_tokens_mask
@@ -219,7 +219,7 @@ def _added_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple
 
 
 def _added_between(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """The ids that the post-processor puts between two texts."""
+    """The ids that the post-processor adds between two texts."""
     encoding = backend.encode("a", "a", add_special_tokens=True)
     texts = encoding.sequence_ids
     if 0 not in texts:
@@ -228,7 +228,7 @@ def _added_between(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
 
 
 def _end_ids(folder: Path, config: Mapping[str, Any]) -> list[int]:
-    """The ids that end an answer, by generation_config.json or else config.json."""
+    """The ids that end an answer, from generation_config.json or else config.json."""
     inner = config.get("text_config")
     inner = inner if isinstance(inner, dict) else {}
     for source in (read_json(folder / "generation_config.json"), config, inner):
@@ -239,7 +239,7 @@ def _end_ids(folder: Path, config: Mapping[str, Any]) -> list[int]:
 
 
 def _spelling(backend: tokenizers.Tokenizer) -> tuple[Spelling, bool]:
-    """How tokens are spelled, and whether decoding removes a first space, by the decoder."""
+    """The spelling of tokens, and whether decoding removes a leading space, from the decoder."""
     steps = part_steps(backend.decoder) or part_steps(backend.pre_tokenizer)
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:

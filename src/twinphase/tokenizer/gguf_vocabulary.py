@@ -1,8 +1,8 @@
 """Builds a `tokenizers` tokenizer from the vocabulary of a GGUF file.
 
 Five families: byte-level BPE ("gpt2"), SentencePiece BPE with byte fallback ("llama"), the same
-with merges ("gemma4"), Unigram ("t5"), WordPiece ("bert"). Done once per file; the result is cached
-(tokenizer.py). The rules are llama.cpp's, which wrote the format. Not for encoding or decoding.
+with merges ("gemma4"), Unigram ("t5"), WordPiece ("bert"). This is done once per file, and the
+result is cached (tokenizer.py). The rules are those of llama.cpp, which defined the format.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SPELLINGS = {
     "bert": Spelling.WORDPIECE,
 }
 _FIX = "The file is damaged or was converted wrongly: fetch it again."
-# Tokens that end a turn in some chat format; a model may define several (llama.cpp's list).
+# Tokens that end a turn in some chat format (llama.cpp's list); a model may have several.
 _END_TOKENS = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -53,11 +53,11 @@ _END_TOKENS = (
     "</s>",
     "<｜end▁of▁sentence｜>",
 )
-# Where Gemma 4 waits for the result of a call.
+# Gemma 4 waits for the result of a call at this token.
 _GEMMA4_WAITS = "<|tool_response>"
 # In GPT-OSS's format "<|end|>" ends a message, and more messages may follow.
 _HARMONY = ("<|return|>", "<|call|>", "<|end|>")
-# Special tokens after which Phi-3 keeps a space; it drops spaces and newlines after all others.
+# Phi-3 keeps a space after these special tokens; it drops spaces and newlines after all others.
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 # A longer word is unknown, as in BERT's own tokenizer.
 _MAX_WORD_CHARACTERS = 100
@@ -66,19 +66,18 @@ _MAX_WORD_CHARACTERS = 100
 def build_tokenizer(
     metadata: Mapping[str, Any], vocabulary: Mapping[str, Any]
 ) -> tokenizers.Tokenizer:
-    """Builds the tokenizer from the file's scalars and strings, and its `tokenizer.ggml.*` arrays.
+    """Build the tokenizer from the file's metadata and its `tokenizer.ggml.*` arrays.
 
     Raises:
-        UnsupportedModelError: another kind of tokenizer, or an unknown pre-tokenizer.
-        CheckpointError: arrays that are missing or contradict each other.
+        UnsupportedModelError: the kind of tokenizer or the pre-tokenizer is unknown.
+        CheckpointError: arrays are missing or contradict each other.
     """
     spelling = _spelling(metadata)
-    # llama.cpp names empty entries so too; they stand for rows of the embedding that no text
-    # reaches.
+    # llama.cpp names empty entries like this too; no text produces these rows of the embedding.
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(_strings(vocabulary, "tokens"))]
     types = _numbers(vocabulary, "token_type", len(tokens), default=NORMAL)
     if _is_gemma4(metadata):
-        # Some strings are there twice; the last one is their token, as in llama.cpp.
+        # Some strings occur twice; the last one is their token, as in llama.cpp.
         last = {token: i for i, token in enumerate(tokens)}
         tokens = [t if last[t] == i else f"[TWICE_{i}]" for i, t in enumerate(tokens)]
     if spelling is Spelling.WORDPIECE:
@@ -121,11 +120,11 @@ def build_tokenizer(
 
 
 def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> TokenizerFacts:
-    """What a file says about special tokens; `backend` is what `build_tokenizer` made of it.
+    """A file's special tokens; `backend` is the result of `build_tokenizer`.
 
     Raises:
-        UnsupportedModelError: another kind of tokenizer, or an unknown pre-tokenizer.
-        CheckpointError: a special id outside the vocabulary.
+        UnsupportedModelError: the kind of tokenizer or the pre-tokenizer is unknown.
+        CheckpointError: a special id is outside the vocabulary.
     """
     spelling = _spelling(metadata)
     defaults = {"bos": 1, "eos": 2} if spelling is Spelling.SENTENCEPIECE else {}
@@ -134,7 +133,7 @@ def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> To
         kind: _special_id(metadata, kind, defaults.get(kind), size)
         for kind in ("bos", "eos", "eot", "eom")
     }
-    # The format misspells "seperator"; some files give -1 for no token.
+    # The format misspells "seperator"; some files use -1 for a missing token.
     for kind in ("unknown", "padding", "cls", "seperator"):
         token_id = metadata.get(f"tokenizer.ggml.{kind}_token_id")
         ids[kind] = token_id if isinstance(token_id, int) and 0 <= token_id < size else None
@@ -143,7 +142,7 @@ def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> To
     special = {
         token.content for token in backend.get_added_tokens_decoder().values() if token.special
     }
-    # Only control tokens: "<EOT>" may be ordinary text to another model.
+    # Only control tokens count: "<EOT>" may be ordinary text in another model.
     ends = [token for token in _END_TOKENS if token in special]
     if set(_HARMONY) <= set(ends):
         ends.remove("<|end|>")
@@ -198,7 +197,7 @@ def _spelling(metadata: Mapping[str, Any]) -> Spelling:
 
 
 def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
-    """The pre-tokenizer of a byte-level BPE file; "default" if it names none, as in llama.cpp."""
+    """The pre-tokenizer of a byte-level BPE file; by default "default", as in llama.cpp."""
     name = metadata.get("tokenizer.ggml.pre") or "default"
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
@@ -235,7 +234,7 @@ def _pairs(merges: Sequence[str]) -> list[tuple[str, str]]:
 def _gemma4_bpe(
     ids: dict[str, int], tokens: Sequence[str], merges: Sequence[str], metadata: Mapping[str, Any]
 ) -> tokenizers.Tokenizer:
-    """Merges over characters, bytes for those that have no token; only newlines are set apart."""
+    """BPE over characters, with bytes for characters without a token; newlines are split off."""
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 3)
     model = models.BPE(
         vocab=ids,
@@ -298,7 +297,7 @@ def _wordpiece(
 
 
 def _as_bert_writes(token: str, kind: int) -> str:
-    """Undoes llama.cpp's converter: U+2581 marks the beginning of a word, ## its continuation."""
+    """Undo llama.cpp's conversion: U+2581 marks the start of a word, ## its continuation."""
     if token.startswith(SPACE):
         return token[1:]
     return token if kind in (CONTROL, UNKNOWN) else f"##{token}"

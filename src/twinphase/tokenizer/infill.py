@@ -1,4 +1,4 @@
-"""Filling in the middle: the control tokens that some vocabularies have for it, and the prompt.
+"""Fill-in-the-middle: the control tokens of vocabularies that support it, and the prompt.
 
 The order is prefix, suffix, middle ("PSM": Bavarian et al., 2022, arXiv:2207.14255), as in
 llama.cpp.
@@ -12,8 +12,8 @@ from typing import Any
 from twinphase.errors import InvalidRequestError
 from twinphase.tokenizer.tokenizer import Tokenizer
 
-# Names in GGUF metadata, today's and older ones; and in vocabularies, of Qwen and StarCoder,
-# DeepSeek, CodeLlama.
+# Names in GGUF metadata (present and older ones), and in the vocabularies of Qwen, StarCoder,
+# DeepSeek and CodeLlama.
 _METADATA = {"pre": "prefix", "suf": "suffix", "mid": "middle"}
 _NAMES = {
     "pre": (
@@ -41,7 +41,7 @@ _NAMES = {
         "<|code_middle|>",
     ),
 }
-# What models write where the middle ends, beside the end of text.
+# Models end the middle with one of these tokens, besides the end of text.
 _ENDS = ("<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<|file_sep|>", "▁<EOT>", "<|endoftext|>")
 
 
@@ -52,17 +52,17 @@ def infill_prompt(
     suffix: str,
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Token ids of a prompt for the text between `prefix` and `suffix`, read as plain text.
+    """Token ids of a prompt for the text between `prefix` and `suffix`, both encoded as plain text.
 
     Args:
-        tokenizer: of the model.
-        metadata: of its GGUF file; empty for others.
-        prefix: the text before.
-        suffix: the text after.
-        max_tokens: the longest prompt, as for `Tokenizer.encode`.
+        tokenizer: tokenizer of the model.
+        metadata: metadata of its GGUF file; empty for other files.
+        prefix: text before the middle.
+        suffix: text after the middle.
+        max_tokens: maximum length of the prompt, as for `Tokenizer.encode`.
 
     Raises:
-        InvalidRequestError: a vocabulary without such tokens, and as `Tokenizer.encode`.
+        InvalidRequestError: the vocabulary has no such tokens, or as `Tokenizer.encode`.
     """
     before, between, after = (_find(tokenizer, metadata, kind) for kind in ("pre", "suf", "mid"))
     if before is None or between is None or after is None:
@@ -80,7 +80,7 @@ def infill_prompt(
 
 
 def infill_ends(tokenizer: Tokenizer) -> list[int]:
-    """Tokens at which a middle ends."""
+    """Tokens that end a middle."""
     return [found for name in _ENDS if (found := tokenizer.token_id(name)) is not None]
 
 

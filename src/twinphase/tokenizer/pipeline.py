@@ -1,7 +1,6 @@
-"""The parts of a `tokenizers` tokenizer, read and exchanged: normalizer, pre-tokenizer, decoder.
+"""Inspects and replaces the parts of a `tokenizers` tokenizer, such as its normalizer.
 
-The library shows a part's settings only as JSON, through the methods that pickle uses. Not for
-building a tokenizer.
+The library exposes a part's settings only as JSON, through the methods that pickle uses.
 """
 
 from __future__ import annotations
@@ -13,42 +12,42 @@ from typing import Any
 import tokenizers
 from tokenizers import pre_tokenizers
 
-# Normalizers that shorten a text to a third at most (composing characters does). Others may drop
-# any part of it.
+# Normalizers that shorten a text to a third at most, by composing characters. Others may drop any
+# part of it.
 _KEEPING_LENGTH = {"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Lowercase"}
-# Where the JSON of a sequence has its parts.
+# The keys under which the JSON of a sequence has its parts.
 _INNER = ("normalizers", "pretokenizers", "decoders")
 
 
 def part_steps(part: Any) -> list[dict[str, Any]]:
-    """The settings of a part, those of a sequence one by one; each has a "type".
+    """The settings of a part, or of each element of a sequence; each has a "type".
 
-    None has no steps.
+    The result is empty for None.
     """
     return list(_flat(_settings(part))) if part is not None else []
 
 
 def without_special(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A tokenizer of the same parts that reads control tokens as plain characters.
+    """A tokenizer with the same parts that treats control tokens as plain characters.
 
-    A Unigram model still finds them: it has their names among its pieces. No decoder that is
-    supported here has one.
+    A Unigram model still finds them, because their names are among its pieces; no supported decoder
+    has such a model.
     """
     plain = tokenizers.Tokenizer(backend.model)
     if backend.pre_tokenizer is not None:
         plain.pre_tokenizer = backend.pre_tokenizer
     if backend.normalizer is not None:
         plain.normalizer = backend.normalizer
-    # All are added, the control tokens too, so that a user-defined token that overlaps one is found
-    # as by `backend`. By ascending id, since the library numbers those that its model does not know
-    # in the order they come.
+    # All tokens are added, including control tokens, so that a user-defined token that overlaps one
+    # is found as in `backend`. They are added by ascending id, because the library numbers tokens
+    # that its model does not have in the order of their addition.
     plain.add_tokens([token for _, token in sorted(backend.get_added_tokens_decoder().items())])
     plain.encode_special_tokens = True
     return plain
 
 
 def after_control(plain: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """`plain` for a text after a control token, where newer SentencePiece adds no space."""
+    """`plain` for text after a control token, where newer SentencePiece adds no space."""
     if not any(step.get("prepend_scheme") == "first" for step in part_steps(plain.pre_tokenizer)):
         return plain
     settings = _settings(plain.pre_tokenizer)
@@ -63,7 +62,7 @@ def after_control(plain: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def keeps_length(normalizer: Any) -> bool:
-    """Whether a text of n characters has n / 3 or more after this normalizer."""
+    """Whether a text of n characters keeps at least n / 3 characters in this normalizer."""
     return all(map(_step_keeps_length, part_steps(normalizer)))
 
 

@@ -1,7 +1,7 @@
-r"""How text is split into words before byte-pair merging, by `tokenizer.ggml.pre` of GGUF.
+r"""Rules for splitting text into words before BPE merges, by GGUF's `tokenizer.ggml.pre`.
 
-Only the table. A name that is not here is refused, because a wrong split gives plausible, wrong
-ids. The patterns are those of the models' own tokenizers (Oniguruma syntax); patterns of one entry
+A name that is not in this table is refused, because a wrong split gives plausible but wrong ids.
+The patterns are those of the models' own tokenizers (Oniguruma syntax); the patterns of an entry
 apply one after the other.
 """
 
@@ -16,7 +16,7 @@ _SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-# Words broken where lower case turns into upper case: endings (contractions), then digits.
+# Words split where lower case changes to upper case: endings (contractions), then digits.
 _CASED = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|%s"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}"
@@ -25,14 +25,13 @@ _CASED = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One way to split.
+    """One way to split text.
 
     Attributes:
-        patterns: each splits what the ones before it left, keeping matches and gaps as words of
-            their own.
-        ignore_merges: a word that is a token stays whole, regardless of merges.
-        add_bos: texts begin with the BOS token unless the file says otherwise.
-        nfc: text is brought to Unicode's composed form first.
+        patterns: patterns in order; each splits the words so far into matches and gaps.
+        ignore_merges: whether a word that is a token stays whole, regardless of merges.
+        add_bos: whether texts begin with the BOS token if the file does not say it.
+        nfc: whether text is normalized to Unicode's composed form first.
     """
 
     patterns: tuple[str, ...]

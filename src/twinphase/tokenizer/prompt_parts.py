@@ -1,17 +1,17 @@
-"""From messages to token ids, with the part of the prompt that each token belongs to.
+"""Encodes messages to token ids, and assigns each token to a part of the prompt.
 
-A chat template is a program, so its output alone does not show the parts. It is run again with
-marks around what the client wrote (`template_marks.py`). If both outputs are equal except for the
-marks, these show where everything went. Some templates inspect contents and then write something
-else: they get fewer marks.
+A chat template is a program, so its output alone does not show the parts. It is run a second time
+with marks around the client's texts (`template_marks.py`). If both outputs are equal except for the
+marks, these show the positions of all texts. Some templates inspect contents and then write
+something else, so they get fewer marks.
 
-The marks keep control tokens apart, too: "<|im_end|>" is one where the template wrote it, and ten
-characters in a message or in a tool's description, so that no client can end a turn and begin
-another. vLLM, transformers and llama.cpp's server (as of 2026) read both alike. Only
-what the vocabulary calls control tokens is concerned; what it calls user-defined, "</think>" and
-"<tool_call>" in many models, is read wherever it stands.
+The marks also distinguish control tokens: "<|im_end|>" is a control token only if the template
+wrote it, and ten plain characters in a message or in a tool's description, so that a client cannot
+end a turn and begin another. vLLM, transformers and llama.cpp's server (as of 2026) do not
+distinguish them. This concerns only the vocabulary's control tokens; user-defined tokens, such as
+"</think>" and "<tool_call>" in many models, are recognized anywhere.
 
-Not for arithmetic on the parts (`explain/prompt_costs.py`).
+`explain/prompt_costs.py` computes the costs of the parts.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class PromptPart:
     """A part of a prompt.
 
     Attributes:
-        kind: "system", "tools" (what is there only because there are any), "history", "question"
-            (the last user message), "tool_result" (of tools called by the last assistant message),
+        kind: "system", "tools" (text that exists only because of tools), "history", "question" (the
+            last user message), "tool_result" (of tools called by the last assistant message),
             "marked" (by the client) or "template" (added by the template).
-        name: for people, such as "turn 2 (assistant)"; the client's own name of a marked part.
-        turn: the number of a turn of the history, from 1; each user message begins one.
+        name: description, such as "turn 2 (assistant)"; the client's own name for a marked part.
+        turn: number of a turn in the history, from 1; each user message begins a turn.
     """
 
     kind: str
@@ -58,14 +58,14 @@ TEMPLATE = PromptPart("template", "template")
 SYSTEM_ROLES = {"system", "developer"}
 TOOL_ROLES = {"tool", "function", "ipython"}
 
-Run = tuple[PromptPart, int, int]  # a part, its first character or token, and its end
-Range = tuple[int, int]  # the first character, and the end
-_Place = tuple[Content, int, int]  # as a run
+Run = tuple[PromptPart, int, int]  # A part, its first character or token, and its end.
+Range = tuple[int, int]  # The first character and the end.
+_Place = tuple[Content, int, int]  # Elements as in a run.
 
 
 @dataclass(frozen=True)
 class _Conversation:
-    """What a template is given."""
+    """The inputs of a template."""
 
     template: ChatTemplate
     messages: Sequence[Mapping[str, Any]]
@@ -81,12 +81,12 @@ class _Conversation:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation as the model reads it.
+    """A rendered and encoded conversation.
 
     Attributes:
-        text: what the template makes of it.
-        token_ids: of the text, with control tokens only where the template wrote them.
-        runs: of tokens by part, in order and without gaps; a part may have several.
+        text: rendered text.
+        token_ids: tokens of the text, with control tokens only where the template wrote them.
+        runs: runs of tokens by part, in order and without gaps; a part may have several.
     """
 
     text: str
@@ -104,9 +104,9 @@ def chat_prompt(
     continue_final_message: bool = False,
     **variables: Any,
 ) -> ChatPrompt:
-    """Renders and encodes a conversation.
+    """Render and encode a conversation.
 
-    Without control tokens in the request, the ids are those of the whole text.
+    If the request contains no control tokens, the ids are those of the whole text.
 
     `messages`, `tools` and `variables` are as for `ChatTemplate.render`, `max_tokens` as for
     `Tokenizer.encode`. With `continue_final_message` the prompt ends with the last message's
@@ -142,7 +142,7 @@ def chat_prompt(
 
 
 def _end_of_last(conversation: _Conversation, whole: str) -> int:
-    """Where the last message's content ends in the rendered text."""
+    """The end of the last message's content in the rendered text."""
     mark = free_characters(whole + conversation.strings())[0]
     *others, last = conversation.messages
     content = last.get("content")
@@ -153,7 +153,7 @@ def _end_of_last(conversation: _Conversation, whole: str) -> int:
     marked = replace(conversation, messages=[*others, {**last, "content": content}]).render()
     begin, found, _ = marked.rpartition(mark)
     if not whole.startswith(begin):
-        begin = begin.rstrip()  # the template trims contents
+        begin = begin.rstrip()  # The template strips contents.
     if not found or not whole.startswith(begin):
         raise InvalidRequestError(
             "The model's chat template does not let its last message be continued.",
@@ -163,9 +163,9 @@ def _end_of_last(conversation: _Conversation, whole: str) -> int:
 
 
 def token_runs(spans: Sequence[Run], starts: Sequence[int]) -> list[Run]:
-    """Runs of tokens by part, from `find_parts`' spans.
+    """Runs of tokens by part, from the spans that `find_parts` returned.
 
-    A token belongs to the part of its first character; `starts` are those of the tokens.
+    A token belongs to the part of its first character; `starts` are the starts of the tokens.
     """
     runs: list[Run] = []
     first = 0
@@ -185,11 +185,11 @@ def find_parts(
     control: Collection[str] = (),
     **variables: Any,
 ) -> tuple[list[Run], list[Range]]:
-    """Where the parts of a prompt went in its text.
+    """Locate the parts of a prompt in its text.
 
-    Runs the template once more, and once again if there are tools.
+    This runs the template once more, or twice if there are tools.
 
-    `text` is what the template made of messages, tools and variables; `control` are the control
+    `text` is the template's output for messages, tools and variables; `control` are the control
     tokens in it.
 
     Returns:
@@ -197,7 +197,8 @@ def find_parts(
         a control token that overlaps one of them was not written by the template.
 
     Raises:
-        InvalidRequestError: control tokens in the request where the template itself looks for them.
+        InvalidRequestError: the request contains control tokens that the template itself searches
+            for.
     """
     conversation = _Conversation(template, messages, tools, variables)
     request, marks = _find_marks(conversation, text, control)
@@ -216,12 +217,12 @@ def find_parts(
 
 
 def _marked(name: str) -> PromptPart:
-    """A part by its given name, which tools have where a template has no place for them."""
+    """A marked part with that name, or a tool if the template has no place for tools."""
     return {TOOLS.name: TOOLS, TOOL_RESULT.name: TOOL_RESULT}.get(name, PromptPart("marked", name))
 
 
 def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[PromptPart]:
-    """The part that each message is."""
+    """The part of each message."""
     roles = [str(message.get("role"))[:20] for message in messages]
     last = {role: i for i, role in enumerate(roles)}
     turn = 0
@@ -240,7 +241,7 @@ def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[PromptPart]:
 def _find_marks(
     conversation: _Conversation, text: str, control: Collection[str]
 ) -> tuple[MarkedRequest, list[Mark]]:
-    """The request with the most marks that the template bears, and the marks in its output."""
+    """The request with the most marks that the template tolerates, and the marks in its output."""
     given = conversation.strings()
     written = sorted((name for name in control if name in given), key=len, reverse=True)
     marks = free_characters(given)
@@ -270,10 +271,10 @@ def _find_marks(
 def _by_marks(
     text: str, contents: Sequence[Content], seen: Sequence[Mark]
 ) -> tuple[list[_Place], list[Range]]:
-    """Where contents went, and the ranges that have both marks.
+    """Places of contents, and the ranges with both marks.
 
-    If a template split a content and one mark is lost, the content is followed from the other mark
-    as long as the text agrees with it.
+    If a template split a content and dropped one mark, the content is matched from the other mark
+    as far as the text agrees.
     """
     marks = [mark for mark in seen if mark.kind != "cut" and mark.content < len(contents)]
     limits = [*(mark.at for mark in marks[1:]), len(text)]
@@ -307,7 +308,7 @@ def _by_marks(
 
 
 def _by_search(text: str, contents: Sequence[Content]) -> list[_Place]:
-    """Where contents went in a text without marks, as far as they are found in order."""
+    """Places of contents in a text without marks, as far as they are found in order."""
     found: list[_Place] = []
     done = 0
     for content in contents:
@@ -319,7 +320,7 @@ def _by_search(text: str, contents: Sequence[Content]) -> list[_Place]:
 
 
 def _only_with_tools(conversation: _Conversation, text: str) -> Range:
-    """The text that exists because of the tools: what differs from the text without them."""
+    """The range that differs from the text rendered without tools."""
     if not conversation.tools:
         return (0, 0)
     try:
@@ -331,7 +332,7 @@ def _only_with_tools(conversation: _Conversation, text: str) -> Range:
 
 
 def _without_gaps(text: str, spans: Sequence[Run], tools: Range) -> list[Run]:
-    """All of the text: what no span covers belongs to the template or to the tools."""
+    """The whole text as runs; gaps between spans belong to the template or to the tools."""
     whole: list[Run] = []
     done = 0
     for part, start, end in [*spans, (TEMPLATE, len(text), len(text))]:
@@ -368,6 +369,6 @@ def _overlaps(ranges: Sequence[Range], start: int, end: int) -> bool:
 
 
 def _shared(one: str, other: str) -> int:
-    """Characters with which both begin."""
+    """Length of the common prefix."""
     lengths = range(1, min(len(one), len(other)) + 1)
     return bisect_left(lengths, True, key=lambda n: one[:n] != other[:n])

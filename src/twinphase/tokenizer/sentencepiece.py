@@ -1,9 +1,9 @@
 """SentencePiece vocabularies (Kudo and Richardson, 2018) as `tokenizers` tokenizers.
 
-A GGUF file has copied the pieces, scores and types (gguf_vocabulary.py); a folder may have only the
-original, tokenizer.model. Text is split as by SentencePiece itself, but for one thing: where a
-model puts a space before a text, it is put after control and user-defined pieces too. That is
-llama.cpp's rule, so a folder and its GGUF file agree.
+A GGUF file has a copy of the pieces, scores and types (gguf_vocabulary.py); a folder may have only
+the original, tokenizer.model. Text is split as by SentencePiece itself, with one exception: if a
+model adds a space before a text, it is also added after control and user-defined pieces. This is
+llama.cpp's rule, so that a folder and its GGUF file agree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.tokenizer.facts import SPACE
 from twinphase.weights.storage import read_limited
 
-# types of pieces, as GGUF has them too
+# Types of pieces; GGUF uses the same numbers.
 NORMAL = 1
 UNKNOWN = 2
 CONTROL = 3
@@ -33,34 +33,34 @@ _BPE = 2
 _MAX_FILE_BYTES = 256 << 20
 _FETCH = "Fetch the model's folder again."
 _FLOAT = Struct("<f")
-# The spaces that SentencePiece takes away at both ends, and makes one of.
+# SentencePiece strips such spaces at both ends, and merges them elsewhere.
 _SPACES = Regex(" {2,}")
 
 
 @dataclass
 class Pieces:
-    """What is used of a tokenizer.model; the defaults are those of sentencepiece_model.proto."""
+    """The used fields of a tokenizer.model, with the defaults of sentencepiece_model.proto."""
 
     tokens: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     types: list[int] = field(default_factory=list)
     algorithm: int = _UNIGRAM
-    space_after: bool = False  # spaces belong to the end of a word
+    space_after: bool = False  # Whether spaces belong to the end of a word.
     ids: dict[str, int] = field(default_factory=lambda: {"unk": 0, "bos": 1, "eos": 2, "pad": -1})
     charsmap: bytes = b""
     space_prefix: bool = True
-    one_space: bool = True  # of several, and none at the ends
-    space_as_piece: bool = True  # written as U+2581
+    one_space: bool = True  # Whether spaces are merged, and stripped at both ends.
+    space_as_piece: bool = True  # Whether spaces are written as U+2581.
     changes_decoded: bool = False
 
 
 def open_pieces(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The tokenizer of a tokenizer.model, and its special tokens by tokenizer_config.json's names.
+    """The tokenizer of a tokenizer.model, and special tokens by tokenizer_config.json's names.
 
     Raises:
         CheckpointError: the file is not a SentencePiece model, or its pieces contradict each other.
-        UnsupportedModelError: another algorithm than BPE and Unigram, or a setting that would
-            change the ids.
+        UnsupportedModelError: the algorithm is neither BPE nor Unigram, or a setting would change
+            the ids.
     """
     pieces = _read_pieces(path)
     unsupported = {
@@ -92,9 +92,9 @@ def open_pieces(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
             model = models.Unigram(scored, unk_id=unknown, byte_fallback=BYTE in pieces.types)
         tokenizer = tokenizers.Tokenizer(model)
         tokenizer.normalizer = make_normalizer(pieces)
-        # The library would put the space in front of a user-defined piece, too.
+        # The library would also add the space before a user-defined piece.
         add_tokens(tokenizer, pieces.tokens, pieces.types, normalized=not pieces.space_prefix)
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # The library raises bare Exception.
         raise _damaged(path, (str(error).splitlines() or ["pieces"])[0][:100]) from None
     steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if pieces.space_prefix:
@@ -107,7 +107,7 @@ def open_pieces(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
 def bpe_model(
     ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float], unknown: int
 ) -> models.BPE:
-    """BPE with bytes for what has no piece."""
+    """A BPE model with byte fallback."""
     tokens = list(ids)
     return models.BPE(
         vocab=dict(ids),
@@ -126,14 +126,15 @@ def add_tokens(
     swallowing: Collection[str] = (),
     normalized: bool = False,
 ) -> None:
-    """Tokens that are found in the text as they are, before any splitting.
+    """Add the tokens that are matched in the text before any splitting.
 
     Args:
-        tokenizer: which already has its normalizer.
-        tokens: all, in the order of their ids.
-        types: theirs.
-        swallowing: control tokens that take the spaces after them.
-        normalized: user-defined ones are found in the normalized text, where a space is U+2581.
+        tokenizer: tokenizer that already has its normalizer.
+        tokens: all tokens, in the order of their ids.
+        types: types of the tokens.
+        swallowing: control tokens that consume the spaces after them.
+        normalized: whether user-defined tokens are matched in normalized text, where a space is
+            U+2581.
     """
     special = [t for t, kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNKNOWN)]
     plain = [t for t, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
@@ -146,11 +147,11 @@ def add_tokens(
 def _merges_by_score(
     ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """The merges of SentencePiece's rule: of neighbours that form a token, the best-scored first.
+    """Merges that follow SentencePiece's rule: the best-scored token of two neighbours first.
 
-    A token's score is the same whichever two parts form it; among those, SentencePiece takes the
-    leftmost pair of the text, and a list of merges the first of the list, so the order within one
-    token is a convention (shorter ids first).
+    A token has the same score for any two parts that form it. Among these, SentencePiece prefers
+    the leftmost pair of the text, but a list of merges prefers its first entry, so the order within
+    one token is a convention (shorter parts first).
     """
     mergeable = {token: i for token, i in ids.items() if types[i] in (NORMAL, USER_DEFINED, UNUSED)}
     ranked = []
@@ -165,7 +166,7 @@ def _merges_by_score(
 
 
 def make_normalizer(pieces: Pieces) -> Any:
-    """SentencePiece's steps, in its order."""
+    """SentencePiece's normalization steps, in order."""
     steps: list[Any] = []
     if pieces.charsmap:
         steps.append(normalizers.Precompiled(pieces.charsmap))
@@ -176,8 +177,8 @@ def make_normalizer(pieces: Pieces) -> Any:
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
 
 
-# The file is a protocol buffer. Its wire format is four rules, and a library would want the fields
-# declared as well.
+# The file is a protocol buffer. Its wire format has four rules, and a library would need
+# declarations of the fields too.
 
 
 def _read_pieces(path: Path) -> Pieces:
@@ -196,7 +197,7 @@ def _read_pieces(path: Path) -> Pieces:
                 _read_normalizer(pieces, _message(value))
             elif number == 5:
                 pieces.changes_decoded = bool(_message(value).get(2))
-    except (ValueError, IndexError) as error:  # ValueError: also what is not UTF-8
+    except (ValueError, IndexError) as error:  # A ValueError includes text that is not UTF-8.
         raise _damaged(path, str(error)[:100]) from None
     if not pieces.tokens:
         raise _damaged(path, "it has no pieces")
@@ -220,7 +221,7 @@ def _read_normalizer(pieces: Pieces, settings: Mapping[int, int | bytes]) -> Non
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field of a message (https://protobuf.dev)."""
+    """Number and value of each field in a message (https://protobuf.dev)."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)

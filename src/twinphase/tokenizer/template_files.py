@@ -1,4 +1,4 @@
-"""Finds the texts of a model's chat templates. `chat_template.py` compiles and renders them."""
+"""Finds the chat templates in a model's files; `chat_template.py` compiles and renders them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _FIX = "Use the model without its template."
 
 
 def template_texts(checkpoint: Checkpoint) -> dict[str, str]:
-    """The Jinja texts of a model's chat templates by name; a model may have none.
+    """The Jinja texts of a model's chat templates by name; may be empty.
 
-    "default" is the one for everything; "tool_use", which few models have, is for requests with
-    tools. In a folder, chat_template.jinja and additional_chat_templates/NAME.jinja win over
+    "default" is the general one; "tool_use", which few models have, is for requests with tools. In
+    a folder, chat_template.jinja and additional_chat_templates/NAME.jinja take precedence over
     tokenizer_config.json, as in transformers.
 
     Raises:
-        UnsupportedModelError: a template that is not text.
-        CheckpointError: a file that cannot be read.
+        UnsupportedModelError: a template is not text.
+        CheckpointError: a file cannot be read.
     """
     if checkpoint.config is not None:
         found = _files(checkpoint.path) or _named(
@@ -58,7 +58,7 @@ def _read(path: Path) -> str:
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The templates of tokenizer_config.json: a text, or a list with names."""
+    """The templates in tokenizer_config.json, which has one text or a list with names."""
     templates = settings.get("chat_template")
     if isinstance(templates, list):
         entries = [entry for entry in templates if isinstance(entry, dict)]

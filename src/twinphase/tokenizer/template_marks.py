@@ -1,8 +1,8 @@
-"""Marks in a request to a chat template, which show in its output what the client wrote.
+"""Puts marks into a request, which show the client's texts in a chat template's output.
 
-Marks are characters that occur nowhere in the request. A pair with a number stands around each
-content; one more stands inside each control token that the client wrote. Not for what the marks
-mean (`prompt_parts.py`).
+Marks are characters that do not occur in the request. A numbered pair encloses each content, and
+another mark splits each control token that the client wrote. `prompt_parts.py` interprets the
+marks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Content(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A mark in the output: "begin" or "end" of a content, or "cut" after a first character.
+    """A mark in the output: "begin" or "end" of a content, or "cut" within a control token.
 
-    `at` is where it stands in the text without marks.
+    `at` is its position in the text without marks.
     """
 
     kind: str
@@ -43,10 +43,10 @@ class MarkedRequest:
     """Puts marks into a request, and finds them in the template's output.
 
     Attributes:
-        begin, end, cut: the characters to mark with.
-        sides: which marks a content gets: "both", "begin" or "none".
-        control: control tokens to cut, longest first.
-        contents: those of the messages, by the number of their marks.
+        begin, end, cut: characters of the marks.
+        sides: marks of a content: "both", "begin" or "none".
+        control: control tokens to split, longest first.
+        contents: contents of the messages, by the number of their marks.
     """
 
     begin: str
@@ -57,7 +57,7 @@ class MarkedRequest:
     contents: list[Content] = field(default_factory=list)
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Messages with marks in contents, reasoning, and the arguments of tool calls."""
+        """Messages with marks in contents, reasoning, and arguments of tool calls."""
         marked = []
         for i, message in enumerate(messages):
             new = dict(message)
@@ -77,7 +77,7 @@ class MarkedRequest:
         return marked
 
     def with_cuts(self, value: Any) -> Any:
-        """Anything, with a mark in each control token."""
+        """The value with a mark in each control token, at any depth."""
         if not self.control:
             return value
         if isinstance(value, str):
@@ -108,7 +108,7 @@ class MarkedRequest:
         return "".join(pieces) + rendered[done:], marks
 
     def _marked(self, text: str, message: int, name: str | None = None) -> str:
-        """Marks go inside the outer spaces, since a template may trim these."""
+        """Add marks inside the outer spaces, because a template may strip these."""
         core = text.strip()
         if not core:
             return text
@@ -140,7 +140,7 @@ class MarkedRequest:
 
 
 def all_strings(value: Any) -> Iterator[str]:
-    """The strings in something nested, keys among them, however deep."""
+    """All strings in a nested value, including keys."""
     inner = [value]
     while inner:
         value = inner.pop()
@@ -153,10 +153,10 @@ def all_strings(value: Any) -> Iterator[str]:
 
 
 def free_characters(text: str) -> tuple[str, str, str]:
-    """Three characters for private use that do not occur in a text.
+    """Three private-use characters that do not occur in a text.
 
     Raises:
-        InvalidRequestError: it has all of them.
+        InvalidRequestError: the text contains all of them.
     """
     used = set(text)
     private = chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))

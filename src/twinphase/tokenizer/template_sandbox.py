@@ -1,9 +1,9 @@
 """The Jinja environment of chat templates: immutable, with Hugging Face's helpers and a budget.
 
-Jinja's sandbox keeps a template from Python's internals and from single endless ranges. It does not
-stop loops inside loops, or gigabytes made of a few characters. Here every operation pays, in steps,
-for what it reads and makes, and the few that multiply are checked first. Steps are counted, not
-timed, so that a busy machine refuses nothing. Not for choosing or filling templates.
+Jinja's sandbox protects Python's internals and limits single ranges. It does not stop nested loops,
+or gigabytes of output from a few characters. Here every operation is charged, in steps, for the
+data that it reads and creates, and operations that multiply are checked first. Steps are counted,
+not timed, so that a busy machine does not refuse a template.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from jinja2.visitor import NodeTransformer
 if TYPE_CHECKING:
     from jinja2.parser import Parser
 
-# One rendering's loop iterations, calls, operations, and characters made.
+# Limit per rendering on loop iterations, calls, operations, and created characters.
 _MAX_STEPS = 1_000_000
 _CHARACTERS_PER_STEP = 64
-# A function or macro takes that much longer than an operation.
+# A call of a function or macro takes this many times longer than an operation.
 _STEPS_PER_CALL = 10
 _MAX_INTEGER_BITS = 100_000
-# Characters or elements of anything a template makes, unless its input is longer.
+# Maximum characters or elements of any value that a template creates, unless its input is longer.
 _MAX_LENGTH = 4_000_000
 _MAX_EXPONENT = 64
-# A number of four digits, or a width taken from an argument, in a format string: padding without
-# end.
+# A number of four digits, or a width from an argument, in a format string, which allows unlimited
+# padding.
 _WIDE_FORMAT = re.compile(r"\d{4}|\*|\{[^}]*\{")
 _UNBOUNDED_METHODS = frozenset(
     {"ljust", "rjust", "center", "zfill", "expandtabs", "translate", "format_map"}
 )
-# The filters that templates use and that make nothing longer than its input, unless bounded below.
+# Filters that templates use and whose output is no longer than their input, unless limited below.
 _FILTERS = frozenset(
     {
         "abs",
@@ -109,7 +109,7 @@ _COMPARING_TESTS = frozenset(
         "in",
     }
 )
-# Filters and tests that read all values nested in their arguments.
+# Filters and tests that read all nested values of their arguments.
 _READ_DEEPLY = _COMPARING_TESTS | {
     "e",
     "escape",
@@ -132,11 +132,10 @@ _budget: ContextVar[tuple[list[int], int]] = ContextVar("budget")
 
 @contextmanager
 def budget(input_length: int) -> Iterator[int]:
-    """Gives a rendering a fresh budget; yields the maximum characters of anything it makes.
+    """Give a rendering a new budget; yield the maximum characters of any value that it creates.
 
     Args:
-        input_length: characters of the messages, which may be longer than the limit for what a
-            template makes.
+        input_length: characters of the messages, which may exceed the limit for created values.
     """
     limit = _MAX_LENGTH + 4 * input_length
     token = _budget.set(([_MAX_STEPS + input_length], limit))
@@ -164,7 +163,7 @@ def _length(value: Any) -> int:
 
 
 def _touched(value: Any) -> Any:
-    """Returns a value that is read or made, once it is paid for; nested values are not."""
+    """Charge for a value that is read or created, without nested values, and return it."""
     length = _length(value)
     _check_length(length)
     _spend(1 + length // _CHARACTERS_PER_STEP)
@@ -174,7 +173,7 @@ def _touched(value: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    """Returns a value, once it is paid for with all nested values: to write, compare or sort it."""
+    """Charge for a value with all nested values before it is written, compared or sorted."""
     total = 0
     inner = [value]
     while inner:
@@ -204,7 +203,7 @@ def _concat(parts: Iterable[str]) -> str:
     return str(_touched("".join(parts)))
 
 
-# They have the parameters of Jinja's filters, by name.
+# The parameters have the names of Jinja's filters' parameters.
 def _check_replace(s: Any, old: Any, new: Any, count: Any = None) -> None:
     _check_length(len(str(s)) + (str(s).count(str(old)) + 1) * len(str(new)))
 
@@ -229,12 +228,12 @@ def _check_format(value: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _pay_by_character(s: Any, *_: Any, **__: Any) -> None:
-    """Charge the budget per character, for filters that search a text with regular expressions."""
+    """Charge per character, for filters that search a text with regular expressions."""
     _spend(len(str(s)))
 
 
 class _BudgetTransformer(NodeTransformer):
-    """Makes operations pay that the sandbox does not intercept, such as loops and literals."""
+    """Charges operations that the sandbox does not intercept, such as loops and literals."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -329,7 +328,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks the assistant's text for training; here its body, unmarked."""
+    """`{% generation %}` marks the assistant's text for training; here its body is unmarked."""
 
     tags = {"generation"}
 
@@ -353,7 +352,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own escapes for HTML, which no model was trained on.
+    # Jinja itself escapes for HTML, which models were not trained on.
     width = min(indent, 16) if indent is not None else None
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=width, separators=separators, sort_keys=sort_keys
@@ -361,13 +360,13 @@ def _tojson(
 
 
 def _paying(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter or test that pays for what it reads and makes, with Jinja's own attributes."""
+    """A filter or test that is charged for its input and output, with Jinja's own attributes."""
     skipped = 1 if hasattr(original, "jinja_pass_arg") else 0
     pay = _read if name in _READ_DEEPLY else _touched
     check = _CHECKS.get(name)
 
     def paying(*args: Any, **kwargs: Any) -> Any:
-        if name == "join":  # The parts may be a generator.
+        if name == "join":  # The parts may come from a generator.
             args = (*args[:skipped], list(_counted(args[skipped])), *args[skipped + 1 :])
         for given in (*args[skipped:], *kwargs.values()):
             pay(given)

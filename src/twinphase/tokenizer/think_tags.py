@@ -1,4 +1,4 @@
-"""The tags between which a model thinks before it answers, as its chat template shows them."""
+"""The tags around a model's thinking, found in its chat template."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class ThinkTags:
     """The texts around a model's thinking.
 
     Attributes:
-        start, end: texts before and after it.
-        without: the beginning of an answer without thinking; empty for most models.
+        start, end: texts before and after the thinking.
+        without: start of an answer without thinking; empty for most models.
     """
 
     start: str
@@ -23,7 +23,7 @@ _KNOWN_TAGS = (
     ThinkTags("<think>", "</think>"),
     ThinkTags("<thinking>", "</thinking>"),
     ThinkTags("[THINK]", "[/THINK]"),
-    ThinkTags("<|channel>thought", "<channel|>"),  # Gemma 4
+    ThinkTags("<|channel>thought", "<channel|>"),  # This is Gemma 4's format.
     # GPT-OSS writes messages in channels.
     ThinkTags(
         "<|channel|>analysis<|message|>",
@@ -34,7 +34,7 @@ _KNOWN_TAGS = (
 
 
 def think_tags(template_source: str) -> ThinkTags | None:
-    """The tags around a model's thinking, judged by its chat template; None without any."""
+    """The tags around a model's thinking, judged by its chat template; None if there are none."""
     for tags in _KNOWN_TAGS:
         if tags.start in template_source or tags.end in template_source:
             return tags
@@ -44,6 +44,6 @@ def think_tags(template_source: str) -> ThinkTags | None:
 def opens_thinking(prompt_text: str, tags: ThinkTags) -> bool:
     """Whether a rendered prompt ends inside the thinking part, after the start tag.
 
-    A start tag further up is no sign of it: a user may have written one.
+    An earlier start tag does not count, because a user may have written it.
     """
     return prompt_text.rstrip().endswith(tags.start)

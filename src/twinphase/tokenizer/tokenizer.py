@@ -1,8 +1,8 @@
-"""Text to token ids and back, for one model.
+"""Encodes text to token ids and decodes them, for one model.
 
-Encoding is the `tokenizers` library's: a folder's tokenizer.json, or built from a GGUF file and
-cached beside its index. Decoding is ours, by the exact bytes of each token, so that streaming
-(detokenizer.py) and decoding at once cannot differ. Not for chat formats.
+The `tokenizers` library encodes, from a folder's tokenizer.json, or from a GGUF file's vocabulary,
+which is cached beside its index. Decoding uses the exact bytes of each token, so that streaming
+(detokenizer.py) and decoding at once cannot differ.
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ from twinphase.tokenizer.pipeline import after_control, keeps_length, without_sp
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.storage import write_atomically
 
-# Changes whenever build_tokenizer gives something else for the same file.
+# The number changes whenever build_tokenizer returns another result for the same file.
 _CACHE_NAME = "tokenizer-3.msgpack"
-# characters; `encode_batch` lets other threads run meanwhile, `encode` is quicker to begin
+# Texts with more characters use `encode_batch`, which lets other threads run; `encode` starts
+# faster.
 _LONG_TEXT = 4096
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """The tokenizer of one model. Safe to use from several threads.
+    """The tokenizer of one model; several threads may use it.
 
     Attributes:
-        bos_token_id: the token that begins a text, or None.
-        eos_token_id: the token that ends a text, or None.
-        eos_token_ids: every token that ends generation: end of text, of turn, of message.
+        bos_token_id: id of the token at the start of a text, or None.
+        eos_token_id: id of the token at the end of a text, or None.
+        eos_token_ids: ids of all tokens that end generation: end of text, of turn, of message.
         vocab_size: number of tokens; the model's logits may have more columns.
         spelling: how the vocabulary spells the bytes of a token.
         special_names: the texts of special tokens by the names that chat templates use, such as
             "bos_token".
-        strips_leading_space: encoding puts a space before the text, which decoding takes away.
+        strips_leading_space: whether encoding adds a space before the text, which decoding removes.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
-        """Use `from_checkpoint`; `backend` has no post-processor."""
+        """Call `from_checkpoint` instead; `backend` must not have a post-processor."""
         self._backend = backend
-        # The library keeps "parse special tokens" as state of the object, so there are two; they
-        # share the vocabulary.
+        # The library stores "parse special tokens" in the object, so there are two tokenizers,
+        # which share the vocabulary.
         self._plain = without_special(backend)
         self._after_control = after_control(self._plain)
         self.spelling = facts.spelling
@@ -72,12 +73,12 @@ class Tokenizer:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Tokenizer:
-        """The tokenizer of a model's folder, or of its GGUF file, built once and then cached.
+        """The tokenizer of a model's folder or GGUF file, built once and then cached.
 
         Raises:
-            UnsupportedModelError: no tokenizer, or a kind of tokenizer or pre-tokenizer that is not
+            UnsupportedModelError: there is no tokenizer, or its kind or pre-tokenizer is not
                 supported.
-            CheckpointError: a vocabulary that is missing, inconsistent, or larger than the model's
+            CheckpointError: the vocabulary is missing, inconsistent, or larger than the model's
                 embedding.
         """
         embedding = checkpoint.tensors.get("token_embd.weight")
@@ -103,13 +104,13 @@ class Tokenizer:
             )
         cached = checkpoint.cache_dir / _CACHE_NAME if checkpoint.cache_dir else None
         if cached is not None and cached.is_file():
-            # A damaged file is built again; the library reports it as a bare Exception.
+            # A damaged file is built again; the library reports damage as a bare Exception.
             with contextlib.suppress(Exception):
                 backend = load_tokenizer(cached.read_bytes())
                 return cls(backend, gguf_facts(metadata, backend))
         backend = build_tokenizer(metadata, checkpoint.vocabulary())
         if cached is not None:
-            # A cache that cannot be written is no error.
+            # An unwritable cache is not an error.
             with contextlib.suppress(OSError):
                 write_atomically(cached, keep_tokenizer(backend))
         return cls(backend, gguf_facts(metadata, backend))
@@ -135,18 +136,19 @@ class Tokenizer:
 
         Args:
             text: any text without lone surrogates.
-            add_special_tokens: add BOS, EOS, [CLS] or [SEP] where the model wants them; False for a
+            add_special_tokens: add BOS, EOS, [CLS] or [SEP] if the model uses them; False for a
                 rendered chat template.
-            parse_special: read "<|im_end|>" and the like as control tokens, not as the characters
-                they are written in.
-            max_tokens: the model's context. A text that cannot fit is refused before it is encoded,
-                because it has more characters than that many of the longest tokens.
-            truncate_to: tokens, those that are added included, beyond which the end is left out.
+            parse_special: encode "<|im_end|>" and the like as control tokens instead of plain
+                characters.
+            max_tokens: maximum length. A text with more characters than this number of the longest
+                tokens is refused before it is encoded.
+            truncate_to: number of tokens, including added ones, to which the text is cut at its
+                end.
 
         Raises:
-            InvalidRequestError: text that is not valid Unicode.
-            ContextLengthError: text certain to exceed `max_tokens` (one that passes may still be
-                too long).
+            InvalidRequestError: the text is not valid Unicode.
+            ContextLengthError: the text certainly exceeds `max_tokens`; other texts may still be
+                too long.
         """
         if max_tokens is not None and len(text) > max_tokens:
             self._check_length(text, max_tokens)
@@ -163,14 +165,14 @@ class Tokenizer:
         max_tokens: int | None = None,
         truncate_to: int | None = None,
     ) -> tuple[list[int], int]:
-        """Token ids of two texts that an encoder reads together, and where the second begins.
+        """Token ids of a pair of texts for an encoder, and the start of the second text.
 
         Args:
-            first: a text as for `encode`.
-            second: another.
+            first: first text, as for `encode`.
+            second: second text.
             max_tokens: as for `encode`.
-            truncate_to: tokens of the longest pair; a longer one loses the end of its longer text,
-                then of both, as transformers' `longest_first` does. None truncates nothing.
+            truncate_to: maximum tokens of the pair. First the end of the longer text is cut, then
+                the ends of both, as in transformers' `longest_first`. None does not truncate.
 
         Raises:
             InvalidRequestError: as for `encode`.
@@ -201,18 +203,19 @@ class Tokenizer:
         control: Sequence[tuple[int, int]] | None = None,
         max_tokens: int | None = None,
     ) -> tuple[list[int], list[int]]:
-        """Token ids of a text without BOS or EOS, and where in the text each token begins.
+        """Token ids of a text without BOS or EOS, and the start of each token in the text.
 
         Args:
             text: as for `encode`.
-            control: the control tokens to read as such, ascending (character, token id), each at a
-                place where its name stands in the text; those elsewhere are the characters they are
-                written in. None: all of them.
+            control: control tokens as ascending (character, token id), at positions where the text
+                contains their names; elsewhere such names are plain characters. None stands for all
+                of them.
             max_tokens: as for `encode`.
 
         Returns:
-            The ids, and for each the index of the character that its first byte belongs to; never
-            descending. The space that SentencePiece puts before a text begins with the text.
+            The ids, and for each id the index of the character that contains its first byte, in
+            ascending order. The space that SentencePiece adds before a text starts at the text's
+            start.
 
         Raises:
             InvalidRequestError: as for `encode`.
@@ -227,9 +230,9 @@ class Tokenizer:
                 if (token := self._added.get(token_id)) is not None and token.lstrip:
                     starts[k] = max(text.find(token.content, starts[k]), starts[k])
             return encoding.ids, starts
-        # The library itself splits a text at its control tokens before all else, so encoding what
-        # lies between them gives the ids that encoding the whole would give, once the spaces that
-        # some control tokens swallow are gone.
+        # The library itself splits a text at its control tokens first, so encoding the parts in
+        # between gives the same ids as encoding the whole, once the spaces that some control tokens
+        # consume are removed.
         ids: list[int] = []
         starts = []
         done = 0
@@ -252,9 +255,9 @@ class Tokenizer:
 
         Args:
             ids: token ids; those outside the vocabulary have no text.
-            skip_special_tokens: leave control tokens out.
-            continuation: the ids continue earlier text, so a SentencePiece space at their beginning
-                is part of it.
+            skip_special_tokens: omit control tokens.
+            continuation: whether the ids continue earlier text, so that a leading SentencePiece
+                space is kept.
         """
         kept = (i for i in ids if not (skip_special_tokens and i in self._special))
         text = b"".join(map(self.token_bytes, kept))
@@ -263,36 +266,36 @@ class Tokenizer:
         return text.decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token: the name of a control token, nothing for an unknown id."""
+        """The bytes of a token: a control token's name, and nothing for an unknown id."""
         if token_id not in self._bytes:
             self._bytes[token_id] = self._make_token_bytes(token_id)
         return self._bytes[token_id]
 
     @property
     def adds_bos(self) -> bool:
-        """Whether a text begins with the token that begins texts."""
+        """Whether encoding adds the BOS token."""
         return self.bos_token_id is not None and self.bos_token_id in self._prefix
 
     def is_special(self, token_id: int) -> bool:
-        """Control tokens are no part of the text."""
+        """Whether a token is a control token, which is not part of the text."""
         return token_id in self._special
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its exact name in the vocabulary, for control tokens mostly."""
+        """The id of a token by its exact name in the vocabulary; mostly for control tokens."""
         found: int | None = self._backend.token_to_id(token)
         return found
 
     def name(self, token_id: int) -> str:
-        """A token as its vocabulary spells it; empty for an id that is not in it."""
+        """The token as spelled in the vocabulary; empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
 
     def names(self) -> dict[int, str]:
-        """Every token as its vocabulary spells it, by its id."""
+        """All tokens as spelled in the vocabulary, by id."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         return {token_id: name for name, token_id in vocabulary.items()}
 
     def _append(self, text: str, at: int, ids: list[int], starts: list[int]) -> None:
-        """Adds the tokens, and their starts, of a part of a text that begins at character `at`."""
+        """Append the tokens of a part of a text that begins at character `at`, and their starts."""
         encoding = self._run(text, False, begins=at == 0)
         ids += encoding.ids
         starts += [at + start for start, _ in encoding.offsets]
@@ -325,7 +328,7 @@ class Tokenizer:
 
     def _check_length(self, text: str, max_tokens: int) -> None:
         if self.spelling is Spelling.WORDPIECE or not keeps_length(self._backend.normalizer):
-            return  # a text of spaces has no tokens at all
+            return  # A text of spaces has no tokens.
         if not self._longest_token:
             self._longest_token = max(
                 map(len, self._backend.get_vocab(with_added_tokens=True)), default=1
@@ -339,7 +342,7 @@ class Tokenizer:
 
 
 def _byte_of_character() -> dict[str, bytes]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    """The byte for each character of a byte-level vocabulary (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): bytes([byte]) for byte in printable}

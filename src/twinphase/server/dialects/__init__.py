@@ -1,4 +1,4 @@
-"""Other APIs than OpenAI's: each translates its requests to OpenAI's and writes its own replies."""
+"""APIs other than OpenAI's: each translates its requests to OpenAI's and writes its own replies."""
 
 from twinphase.server.dialects.anthropic import anthropic_shape
 from twinphase.server.dialects.ollama import ollama_shape
@@ -6,7 +6,7 @@ from twinphase.server.problems import Shape, openai_shape
 
 
 def shape_of(path: str) -> Shape:
-    """The shape that errors have under that path."""
+    """The shape of errors for routes under `path`."""
     if path.startswith("/v1/messages"):
         return anthropic_shape
     return ollama_shape if path.startswith("/api/") else openai_shape

@@ -1,7 +1,7 @@
-"""Anthropic's Messages API: its requests as OpenAI's, and its events and bodies.
+"""Anthropic's Messages API: translates requests to OpenAI's, and writes events and bodies.
 
-Requests have text blocks, tools and tool results; images and documents are refused. Prefixes are
-cached and reported without `cache_control`.
+Requests consist of text blocks, tools and tool results; images and documents are refused. Prefixes
+are always cached, so `cache_control` is not needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from twinphase.server.service import Service
 from twinphase.server.text_routes import documented
 from twinphase.server.tool_calls import call_of
 
-# Anthropic's error type for a status.
+# Anthropic's error type for each status.
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -60,7 +60,7 @@ def anthropic_shape(problem: Problem) -> dict[str, Any]:
 
 
 def _chat(body: CountTokensRequest, thinks: bool) -> ChatCompletionRequest:
-    """The request as a chat; `thinks`: whether the model thinks before it answers."""
+    """The request as an OpenAI chat; `thinks`: whether the model thinks before it answers."""
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": list(_messages(body)),
@@ -84,7 +84,7 @@ def _chat(body: CountTokensRequest, thinks: bool) -> ChatCompletionRequest:
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "metadata")
         fields |= {name: getattr(body, name) for name in (*names, "return_progress")}
         fields["stop"] = body.stop_sequences or None
-    if body.messages[-1].role == "assistant":  # The answer continues its text.
+    if body.messages[-1].role == "assistant":  # The answer continues this message's text.
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     return validated(ChatCompletionRequest, fields)
 
@@ -159,7 +159,7 @@ class MessageReplies(Replies):
         super().__init__(*known)
         self._choice = self.choices[0]
         self._begun = False
-        # The block that is being written.
+        # Index of the block that is being written.
         self._index = -1
         self._kind = ""
 
@@ -172,7 +172,7 @@ class MessageReplies(Replies):
     def chunk(self, delta: Delta) -> bytes:
         events = b""
         progress = self.progress(delta)
-        if not self._begun:  # With the first delta, the number of cached tokens is known.
+        if not self._begun:  # The number of cached tokens is known from the first delta on.
             self._begun = True
             message = {
                 **self.head(),
@@ -189,7 +189,7 @@ class MessageReplies(Replies):
                 "thinking", {"thinking": "", "signature": ""}, {"thinking": delta.reasoning}
             )
         for call in delta.tool_calls:
-            if call.id is None:  # The rest of a call precedes the text after it.
+            if call.id is None:  # The rest of a call comes before the text after it.
                 events += self._piece("tool_use", {}, {"partial_json": call.arguments})
         if delta.content:
             events += self._piece("text", {"text": ""}, {"text": delta.content})
@@ -258,7 +258,7 @@ class MessageReplies(Replies):
         return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
 
     def _usage(self) -> dict[str, int]:
-        """The prompt's tokens: those read from the cache, written to it, and the rest."""
+        """Numbers of prompt tokens: read from the cache, written to it, and the rest."""
         prompt = len(self._choice.prompt.token_ids)
         cached = self._choice.record.counts.num_cached_tokens
         facts = self._service.facts

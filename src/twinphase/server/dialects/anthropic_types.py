@@ -1,6 +1,6 @@
-"""What clients may send in Anthropic's Messages API.
+"""The requests that clients may send to Anthropic's Messages API.
 
-A field that is not here is refused by name.
+Unknown fields are refused by name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Block(Strict):
 
 
 class TextBlock(_Block):
-    """Text of a message."""
+    """A text block of a message."""
 
     type: Literal["text"]
     text: str
@@ -99,7 +99,7 @@ class CustomTool(_Block):
 
 
 class ToolChoice(Strict):
-    """Whether tools are to be called, or which."""
+    """Whether tools must be called, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
@@ -113,7 +113,7 @@ class ToolChoice(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model thinks, and for how long; left out, the model decides."""
+    """Whether the model thinks, and for how long; the default is the model's own."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Natural | None = None
@@ -144,7 +144,7 @@ class CountTokensRequest(Strict):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # the older place of `output_config.format`
+    output_format: OutputFormat | None = None  # This is the older name of `output_config.format`.
     cache_control: dict[str, Any] | None = None
 
 
@@ -167,7 +167,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 class AnthropicError(BaseModel):
-    """What was wrong and what to do."""
+    """The cause of an error and the remedy."""
 
     type: str
     message: str

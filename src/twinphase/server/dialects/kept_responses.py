@@ -1,4 +1,4 @@
-"""Responses kept in memory by tenant, within limits of number and bytes."""
+"""Responses kept in memory by tenant, within limits on their number and bytes."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ class Responses:
     """Kept and running responses by tenant and id."""
 
     def __init__(self, most: int) -> None:
-        """`most`: the maximum number of kept responses of all tenants together."""
+        """`most`: maximum number of kept responses of all tenants together."""
         self._most = most
-        self._kept: dict[str, dict[str, Kept]] = {}  # by tenant, oldest first
-        self._lock = threading.Lock()  # Threads write whole bodies.
+        self._kept: dict[str, dict[str, Kept]] = {}  # Responses by tenant, oldest first.
+        self._lock = threading.Lock()  # Complete bodies are written by threads.
         self.running: WeakValueDictionary[tuple[str, str], Generation] = WeakValueDictionary()
 
     def put(self, tenant: str, response_id: str, kept: Kept) -> None:
-        """Evict from the tenant that stores most, so that no tenant can evict another's."""
+        """Keep a response; the tenant that stores the most is evicted from, not other tenants."""
         with self._lock:
             self._kept.setdefault(tenant, {})[response_id] = kept
             self._limit(len, self._most)
             self._limit(lambda own: sum(each.num_bytes for each in own.values()), MAX_KEPT_BYTES)
 
     def get(self, tenant: str, response_id: str) -> Kept:
-        """Raises `RequestNotFoundError` for one that is not this tenant's, or not kept any more."""
+        """Return a kept response; raises `RequestNotFoundError` if this tenant has none."""
         with self._lock:
             found = self._kept.get(tenant, {}).get(response_id)
         if found is None:

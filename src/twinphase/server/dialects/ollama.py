@@ -1,7 +1,8 @@
-"""Ollama's API: its requests as OpenAI's, and its lines of JSON.
+"""Ollama's API: translates requests to OpenAI's, and writes lines of JSON.
 
-Its `prompt_eval` and `eval` are prefill and decode, by the ledger. The server serves one model, so
-nothing is pulled, created or unloaded here, and options about running a model change nothing.
+Ollama's `prompt_eval` and `eval` are prefill and decode, with times from the ledger. The server
+serves one model, so nothing is pulled, created or unloaded, and options about running a model have
+no effect.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ STREAM = "application/x-ndjson"
 ERRORS, ANSWER = documented(OllamaErrorResponse, STREAM)
 # Ollama's date for a model that stays loaded.
 NEVER_EXPIRES = "2318-01-01T00:00:00Z"
-# More tokens than any context has: the answer ends where `num_ctx` does.
+# This exceeds any context, so the answer ends at `num_ctx`.
 UNLIMITED_TOKENS = 2**31 - 1
-DEFAULT_NUM_CTX = 4096  # Ollama's
+DEFAULT_NUM_CTX = 4096  # This is Ollama's default.
 
 
 def ollama_shape(problem: Problem) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def ollama_shape(problem: Problem) -> dict[str, Any]:
 
 
 def _common(service: Service, body: Generating, *, is_chat: bool) -> dict[str, Any]:
-    """Fields of chats, or of prompts to complete without a chat template."""
+    """Fields common to chats and to prompts without a chat template."""
     options = (body.options or Options()).model_dump(exclude_none=True)
     names = {*Sampling.model_fields, "repetition_penalty", "presence_penalty", "frequency_penalty"}
     fields = {name: value for name, value in options.items() if name in names}
@@ -95,9 +96,9 @@ def _common(service: Service, body: Generating, *, is_chat: bool) -> dict[str, A
 
 
 def _within_num_ctx(service: Service, body: Generating, job: Job) -> Job:
-    """The job with an end where the client set none: prompt and answer have `num_ctx` tokens.
+    """Limit prompt and answer to `num_ctx` tokens together, if the client set no limit.
 
-    A prompt that is longer is not cut; its answer may have as many tokens.
+    A longer prompt is not cut; its answer may then have `num_ctx` tokens.
     """
     if job.params.max_tokens == UNLIMITED_TOKENS:
         asked = (body.options and body.options.num_ctx) or 0
@@ -109,7 +110,7 @@ def _within_num_ctx(service: Service, body: Generating, job: Job) -> Job:
 
 
 def _thinking(service: Service, body: Generating) -> dict[str, Any]:
-    """Whether to think, and how much; a model that cannot is refused, as by Ollama."""
+    """Whether and how much to think; like Ollama, refuse it for a model that cannot."""
     if not body.think:
         return {} if body.think is None else {"reasoning_effort": "none"}
     if service.host.text.chat_template.think_tags is None:
@@ -143,7 +144,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
 
 
 def served_name(service: Service, name: str) -> str:
-    """Ollama's clients add a tag to names that have none."""
+    """The name without the tag that Ollama's clients add to names that have none."""
     plain = name.removesuffix(":latest")
     return plain if name not in service.model_names and plain in service.model_names else name
 
@@ -156,7 +157,7 @@ def _iso(time: datetime) -> str:
 
 
 class _OllamaReplies(ChatReplies):
-    """Lines of JSON; the last has where the time went."""
+    """Lines of JSON; the last line has the timings."""
 
     stream_type = STREAM
 
@@ -168,7 +169,7 @@ class _OllamaReplies(ChatReplies):
         if delta.num_prefilled is not None or delta.is_empty:
             return lines
         choice = delta.choice
-        calls = choice.tool_calls if delta.finished else []  # Ollama sends only whole calls.
+        calls = choice.tool_calls if delta.finished else []  # Ollama sends only complete calls.
         logprobs = {"logprobs": self._logprobs(delta.logprobs)} if delta.logprobs else {}
         if delta.content or delta.reasoning or calls or logprobs:
             piece = self.piece(delta.content, delta.reasoning, calls)
@@ -194,7 +195,7 @@ class _OllamaReplies(ChatReplies):
         return {"model": self.job.model, "created_at": _iso(datetime.now(UTC))}
 
     def piece(self, content: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        """The fields of an answer, or of a piece of it."""
+        """The fields of an answer or of a part of it."""
         raise NotImplementedError
 
     def _done(self, choice: Choice) -> dict[str, Any]:
@@ -306,7 +307,7 @@ def _shown(service: Service) -> dict[str, Any]:
     info: dict[str, Any] = dict(checkpoint.metadata) or dict(checkpoint.config or {})
     info["general.architecture"] = checkpoint.architecture
     if facts is not None:
-        # The served context, not the model's.
+        # This is the served context, not the model's.
         info[f"{checkpoint.architecture}.context_length"] = facts.config.max_model_len
     capabilities = ["embedding" if service.host.task == "embed" else "rerank"]
     source = ""
@@ -339,7 +340,7 @@ def add_ollama(api: APIRouter, service: Service) -> None:
 
 def _add_generating(api: APIRouter, service: Service) -> None:
     def loaded(body: Generating, piece: Mapping[str, Any]) -> Response:
-        """The answer to an empty request, with which clients load a model."""
+        """The reply to an empty request, which clients use to load a model."""
         service.check_model(served_name(service, body.model))
         service.require_engine()
         line = {

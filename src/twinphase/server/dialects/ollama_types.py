@@ -1,4 +1,4 @@
-"""What clients may send in Ollama's API. A field that is not here is refused by name."""
+"""The requests that clients may send to Ollama's API; unknown fields are refused by name."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from twinphase.server.strict import (
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
 One = Annotated[float, Field(ge=1, le=1)] | None
 Zero = Annotated[int, Field(ge=0, le=0)] | None
-KeepAlive = float | str | None  # Ignored: the model stays loaded.
+KeepAlive = float | str | None  # Ignored, because the model stays loaded.
 
 
 class Options(Sampling):
-    """How an answer is sampled; the defaults are the server's, not a Modelfile's."""
+    """Sampling options; the defaults are the server's, not those of a Modelfile."""
 
     num_predict: Int32 | None = None
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100, alias="repeat_penalty")] = (
@@ -35,14 +35,14 @@ class Options(Sampling):
     )
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    # Accepted at the values that change nothing: penalties look at the whole text.
+    # Accepted only at the value that changes nothing: penalties consider the whole text.
     repeat_last_n: Literal[-1] | None = None
     typical_p: One = None
     tfs_z: One = None
     mirostat: Zero = None
     mirostat_tau: Unread = None
     mirostat_eta: Unread = None
-    # How the model is run, which the server's options decide.
+    # Options for running the model, which the server's own options decide.
     num_ctx: Int32 | None = None
     num_batch: Int32 | None = None
     num_gpu: Int32 | None = None
@@ -57,14 +57,14 @@ class Options(Sampling):
 
 
 class Asked(Strict):
-    """The fields of every request."""
+    """The fields common to all requests."""
 
     model: Annotated[str, Field(min_length=1, max_length=1024)]
     keep_alive: KeepAlive = None
 
 
 class Generating(Asked):
-    """What chats and prompts have in common."""
+    """The fields common to chats and prompts."""
 
     stream: bool | None = None
     return_progress: bool = False
@@ -118,12 +118,12 @@ class OllamaGenerateRequest(Generating):
     system: str | None = None
     raw: bool | None = None
     images: Nothing = None
-    context: Nothing = None  # send the conversation to /api/chat instead: its prefix is cached
+    context: Nothing = None  # Send the conversation to /api/chat instead, which caches its prefix.
     template: Literal[""] | None = None
 
 
 class EmbedRequest(Asked):
-    """POST /api/embed; texts that are too long are refused, with or without `truncate`."""
+    """POST /api/embed; texts that are too long are refused, with any `truncate`."""
 
     input: str | UpTo65536[str]
     truncate: bool | None = None

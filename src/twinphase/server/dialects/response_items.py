@@ -1,4 +1,4 @@
-"""Items of a response of OpenAI's Responses API as they grow, and their events."""
+"""The growing items of a response in OpenAI's Responses API, and their events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFIXES = {
     "reasoning": "rs",
     "function_call": "fc",
     "function_call_output": "fco",
-}  # of ids
+}  # Prefixes of ids.
 
 
 def new_id(kind: str) -> str:
@@ -27,8 +27,8 @@ class ResponseItems:
     """The reasoning, messages and calls of one answer, in the text's order.
 
     Attributes:
-        items: the last of them grows until it is closed.
-        num_events: events made so far.
+        items: items so far; the last one grows until it is closed.
+        num_events: number of events so far.
     """
 
     def __init__(self, choice: Choice, logprob: Callable[[TokenLogprobs], dict[str, Any]]) -> None:
@@ -38,8 +38,9 @@ class ResponseItems:
         self._choice = choice
         self._logprob = logprob
         self._open = False
-        self._num_labelled = 0  # tokens taken from the answer's labels
-        self._logprobs: list[dict[str, Any]] = []  # of content tokens whose text is still to come
+        self._num_labelled = 0  # Number of tokens taken from the answer's labels.
+        # Log probabilities of content tokens whose text has not arrived yet.
+        self._logprobs: list[dict[str, Any]] = []
 
     def event(self, kind: str, **fields: Any) -> bytes:
         data = encode({"type": kind, "sequence_number": self.num_events, **fields})
@@ -56,7 +57,7 @@ class ResponseItems:
         if delta.reasoning:
             events += self._text("reasoning", delta.reasoning)
         for call in delta.tool_calls:
-            if call.id is None:  # The rest of a call precedes the text after it.
+            if call.id is None:  # The rest of a call comes before the text after it.
                 events += self._arguments(call.arguments)
         if delta.content:
             events += self._text("message", delta.content)
@@ -73,7 +74,7 @@ class ResponseItems:
         return events
 
     def close(self, *, short: bool = False) -> bytes:
-        """End the last item, if one is open; `short`: it was cut off."""
+        """Close the last item, if one is open; `short` means that it was cut off."""
         if not self._open:
             return b""
         self._open = False
@@ -93,7 +94,7 @@ class ResponseItems:
         )
 
     def _begin(self, kind: str, **fields: Any) -> bytes:
-        """End the open item, and begin another."""
+        """Close the open item, and begin another one."""
         events = self.close()
         status = {} if kind == "reasoning" else {"status": "in_progress"}
         self.items.append({"id": new_id(kind), "type": kind, **status, **fields})
@@ -103,7 +104,7 @@ class ResponseItems:
         )
 
     def _text(self, kind: str, text: str) -> bytes:
-        """A piece of the thoughts, or of the message."""
+        """Add text to the reasoning or the message."""
         events = b""
         if not self._open or self.items[-1]["type"] != kind:
             if kind == "message":
@@ -131,12 +132,12 @@ class ResponseItems:
         )
 
     def _arguments(self, text: str) -> bytes:
-        """A piece of the last call."""
+        """Add text to the arguments of the last call."""
         self.items[-1]["arguments"] += text
         return self.event("response.function_call_arguments.delta", **self._where(), delta=text)
 
     def _where(self) -> dict[str, Any]:
-        """The last item's place, for its events."""
+        """The position of the last item, for its events."""
         item = self.items[-1]
         part = {} if item["type"] == "function_call" else {"content_index": 0}
         return {"item_id": item["id"], "output_index": len(self.items) - 1, **part}

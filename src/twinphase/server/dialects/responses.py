@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: its requests as chats, and its events and bodies."""
+"""OpenAI's Responses API: translates requests to chats, and writes events and bodies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponseCancelledError(TwinphaseError):
-    """A request with the same key cancelled the response."""
+    """Another request of the same key cancelled the response."""
 
     http_status = 409
 
@@ -64,7 +64,7 @@ def _chat(body: ResponsesRequest, before: Sequence[dict[str, Any]]) -> ChatCompl
     choice = body.tool_choice
     named = choice is not None and not isinstance(choice, str)
     fields["tool_choice"] = tool_named(choice.name) if named else choice  # type: ignore[union-attr]
-    if not body.tools and choice == "auto":  # clients send it all the same
+    if not body.tools and choice == "auto":  # Clients send it even without tools.
         fields["tool_choice"] = None
     form = body.text.format if body.text is not None else None
     if form is not None:
@@ -80,7 +80,7 @@ def _chat(body: ResponsesRequest, before: Sequence[dict[str, Any]]) -> ChatCompl
 
 
 def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
-    """The input as messages; consecutive thoughts, texts and calls of the assistant are one."""
+    """The input as messages; consecutive thoughts, texts and calls of the assistant are merged."""
     turn: dict[str, Any] = {}
     for item in body.input:
         theirs = isinstance(item, CallOutputItem) or (
@@ -111,7 +111,7 @@ def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
 
 
 def _turn(fields: dict[str, Any]) -> dict[str, Any]:
-    """A message of the assistant, with empty content if it has neither text nor calls."""
+    """An assistant message; its content is empty if there is neither text nor a call."""
     return {"role": "assistant", **({} if "tool_calls" in fields else {"content": ""}), **fields}
 
 
@@ -124,7 +124,7 @@ class ResponseReplies(ChatReplies):
     def __init__(
         self, body: ResponsesRequest, tenant: str, known: Responses, chat: Any, *others: Any
     ) -> None:
-        """`known` keeps responses, `chat` are the messages to answer; `others` as in `Replies`."""
+        """`known` keeps responses, `chat` has the messages to answer; `others` as in `Replies`."""
         super().__init__(*others)
         self._body = body
         self._tenant = tenant
@@ -132,7 +132,7 @@ class ResponseReplies(ChatReplies):
         self._messages = chat
         self._choice = self.choices[0]
         self._written = ResponseItems(self._choice, self._logprob)
-        self._ended: dict[str, dict[str, Any]] = {}  # the final response, under one key
+        self._ended: dict[str, dict[str, Any]] = {}  # The final response, under a single key.
 
     def chunk(self, delta: Delta) -> bytes:
         events = b""
@@ -166,12 +166,12 @@ class ResponseReplies(ChatReplies):
         return self._finished(self._whole(finished=True))
 
     def cancelled(self) -> dict[str, Any] | None:
-        """The response so far, kept like a finished one; None if it has finished."""
+        """The response so far, kept like a finished one; None if it has finished already."""
         response = self._response("cancelled", self._whole(finished=False))
         return response if self._end_with(response) is response else None
 
     def _whole(self, *, finished: bool) -> list[dict[str, Any]]:
-        """Items for the output so far, built as one streamed delta."""
+        """Items for the output so far, built from a single delta."""
         choice = self._choice
         items = ResponseItems(self._choice, self._logprob)
         calls = [
@@ -198,7 +198,8 @@ class ResponseReplies(ChatReplies):
 
     def _end_with(self, response: dict[str, Any]) -> dict[str, Any]:
         """Keep the response's first end: a thread may write its body during a cancellation."""
-        first = self._ended.setdefault("response", response)  # Atomic among threads.
+        # `setdefault` is atomic among threads.
+        first = self._ended.setdefault("response", response)
         if first is response and self._body.store:
             messages = encode([*self._messages, _answer_message(self._choice)])
             kept = Kept(encode(response), messages, encode(_given_items(self._body.input)))
@@ -246,7 +247,7 @@ class ResponseReplies(ChatReplies):
 
 
 def _given_items(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The input items as listed, with the client's ids where these are unique."""
+    """The input items as listed, with the client's ids if they are unique."""
     listed: dict[str, dict[str, Any]] = {}
     for item in items:
         is_unique = isinstance(item.id, str) and item.id and item.id not in listed
@@ -256,7 +257,7 @@ def _given_items(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def _answer_message(choice: Choice) -> dict[str, Any]:
-    """The answer as a chat message; of a call that was cut off, the complete arguments."""
+    """The answer as a chat message; a call that was cut off keeps its complete arguments."""
     message: dict[str, Any] = {"role": "assistant", "content": choice.content}
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning

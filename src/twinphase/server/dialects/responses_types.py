@@ -1,4 +1,4 @@
-"""What clients may send to OpenAI's Responses API. A field that is not here is refused by name."""
+"""The requests that clients may send to OpenAI's Responses API; unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from twinphase.server.strict import (
 
 
 def _as_items(given: Any) -> Any:
-    """A text is one message of the user, and an object with a role is a message."""
+    """Convert the input to items: a text is a user message, an object with a role a message."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list):
@@ -104,7 +104,7 @@ class ReasoningItem(_Item):
     type: Literal["reasoning"]
     summary: UpTo4096[Thought] = Field(default_factory=list)
     content: UpTo4096[Thought] | None = None
-    encrypted_content: None = None  # Other servers' contents cannot be decrypted.
+    encrypted_content: None = None  # Contents encrypted by other servers cannot be decrypted.
 
 
 Item = Annotated[
@@ -113,19 +113,19 @@ Item = Annotated[
 
 
 class FunctionTool(Function):
-    """A function the model may call; tools that OpenAI's servers would run are refused."""
+    """A function that the model may call; tools that OpenAI's servers would run are refused."""
 
     type: Literal["function"]
 
 
 class NamedTool(NamedFunction):
-    """The function that has to be called."""
+    """The function that must be called."""
 
     type: Literal["function"]
 
 
 class TextFormat(Strict):
-    """The form that the answer must have."""
+    """The required form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
@@ -148,7 +148,7 @@ class TextConfig(Strict):
 
 
 class Reasoning(Strict):
-    """How much the model is to think; thoughts are sent whole, so there is no summary."""
+    """How much the model thinks; reasoning is sent in full, so there is no summary."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -156,7 +156,7 @@ class Reasoning(Strict):
 
 
 class ResponseStreamOptions(Strict):
-    """Nothing is padded here, so the option changes nothing."""
+    """Accepted but without effect, because nothing is padded."""
 
     include_obfuscation: Unread = None
 
@@ -188,17 +188,17 @@ class ResponsesRequest(AnyGeneration):
     ) = None
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
-    max_tool_calls: int | None = None  # of tools that OpenAI's servers would run
+    max_tool_calls: int | None = None  # This counts tools that OpenAI's servers would run.
     user: Annotated[Annotated[str, Field(max_length=512)] | None, UNREAD] = None
-    # Beyond OpenAI's, as in its chats here.
+    # This extension is the same as in chats.
     chat_template_kwargs: dict[str, Any] | None = None
-    # OpenAI's others are not supported.
+    # OpenAI's other fields are not supported.
     conversation: None = None
     prompt: None = None
 
     @model_validator(mode="after")
     def _can_be_kept(self) -> ResponsesRequest:
-        """Input and fields are in the reply, which is JSON."""
+        """Input and fields are part of the reply, which is JSON."""
         try:
             self.model_dump_json()
         except ValueError:

@@ -1,4 +1,4 @@
-"""Estimates of when a prompt will have been computed: the cost model at the pace so far."""
+"""Estimates when a prompt will be prefilled, from the cost model and the pace so far."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from twinphase.batch import StepWork
 from twinphase.phases.cost import CostModel
 from twinphase.server.live.lanes import Lane
 
-# What keeps a request waiting for a time that no model predicts.
+# Reasons for queueing that last for an unpredictable time.
 UNPREDICTABLE = ("seats", "blocks")
 
 
 def prefill_seconds(costs: CostModel, done: int, total: int) -> float:
-    """Predicted seconds of the prompt tokens from `done` to `total`, alone in one chunk."""
+    """Predicted seconds to prefill tokens `done` to `total` of a prompt alone, in one chunk."""
     if total <= done:
         return 0.0
     return costs.seconds(StepWork.of_chunk(done, total - done, 1, costs.window))
 
 
 def seconds_left(costs: CostModel, cached: int, done: int, total: int, elapsed: float) -> float:
-    """Seconds until a prompt of `total` tokens is computed, `done` of them after `elapsed` seconds.
+    """Seconds until `total` prompt tokens are computed, if `done` were after `elapsed` seconds.
 
-    The rest is taken to keep the pace so far, which is measured in seconds per predicted second and
-    includes the steps of others. The first `cached` tokens took no time.
+    The rest is assumed to keep the pace so far, in seconds per predicted second, which includes the
+    steps of others. The first `cached` tokens took no time.
     """
     pace = _pace(costs, cached, done, elapsed)
     return prefill_seconds(costs, done, total) * (pace or 1.0)
@@ -32,10 +32,10 @@ def seconds_left(costs: CostModel, cached: int, done: int, total: int, elapsed: 
 def first_tokens(
     lanes: Iterable[Lane], costs: CostModel, held_back: str, now: float
 ) -> Iterator[tuple[Lane, float]]:
-    """Each lane without a first token that has an estimate, with the seconds until that token.
+    """Seconds until the first token, for each lane without one that has an estimate.
 
-    Prompts that wait are taken to be computed after all those before them. Where seats or blocks
-    are missing, that depends on answers whose length is not known.
+    Queued prompts are assumed to be computed after all earlier ones. There is no estimate while
+    seats or blocks are missing, because that depends on answers of unknown length.
     """
     waiting: list[Lane] = []
     ahead = 0.0

@@ -15,7 +15,7 @@ _ENCODER = msgspec.json.Encoder()
 
 @dataclass(frozen=True)
 class Clock:
-    """Milliseconds since `origin`, which is in seconds on the engines' clock."""
+    """Converts times to milliseconds since `origin`, which is in seconds of the engines' clock."""
 
     origin: float
 

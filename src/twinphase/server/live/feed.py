@@ -1,6 +1,6 @@
-"""The feed: watches the engine while there are readers, and makes a frame per tenant every 50 ms.
+"""The feed: watches the engine while it has readers, and makes a frame per tenant every 50 ms.
 
-The content of a frame is decided in `view.py`, and `stream.py` sends it over HTTP.
+`view.py` decides the content of a frame, and `stream.py` sends it over HTTP.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from twinphase.server.live.view import RING_SECONDS, Event, View
 from twinphase.server.observe import Timelines, timings
 
 FRAME_SECONDS = 0.05
-# Each page's write costs time: many pages get fewer and larger frames.
+# Writing to each page takes time, so with many pages there are fewer and larger frames.
 FRAME_SECONDS_PER_PAGE = 0.025
 TOTALS_SECONDS = 1.0
 ETA_SECONDS = 0.5
@@ -46,7 +46,7 @@ LOG = logging.getLogger("twinphase.server")
 
 
 class Source(Protocol):
-    """The facts that the feed needs from the server (`Service`)."""
+    """The server's facts that the feed needs (`Service`)."""
 
     config: ServerConfig
     host: Host
@@ -65,11 +65,11 @@ class Source(Protocol):
 
 
 class Feed:
-    """All readers of a server.
+    """The feed with all its readers.
 
     Attributes:
-        pages: the readers.
-        views: one per tenant, while it has readers and for some time after that.
+        pages: present readers.
+        views: one view per tenant, kept for some time after its last reader leaves.
     """
 
     def __init__(self, source: Source) -> None:
@@ -87,7 +87,7 @@ class Feed:
         self._woken = asyncio.Event()
         self._is_awake = False
         self._is_dead = False
-        self._reported = 0.0  # The moment when `totals` were last sent.
+        self._reported = 0.0  # Time when `totals` were last sent.
         self._estimated = 0.0
         self._has_new_steps = False
         self._task: asyncio.Task[None] | None = None
@@ -97,7 +97,7 @@ class Feed:
         return self._lanes is not None
 
     def open(self, tenant: str, last_event_id: str | None = None) -> Page:
-        """Add a reader of a tenant, which has the events up to `last_event_id`.
+        """Add a reader for a tenant that already has the events up to `last_event_id`.
 
         Raises:
             EngineUnavailableError: the server is shutting down.
@@ -122,20 +122,20 @@ class Feed:
         return page
 
     def leave(self, page: Page) -> None:
-        """A reader has left; its view is kept for a while."""
+        """Remove a reader; its view is kept for a while."""
         if page in self.pages:
             self.pages.discard(page)
             page.view.num_pages -= 1
             page.view.left = perf_counter()
 
     def finished(self, choice: Choice) -> None:
-        """An answer was handed over, or its client has left."""
+        """Note that an answer was delivered, or that its client has left."""
         if self._lanes is not None:
             self._inbox.append((perf_counter(), choice, None))
             self._wake()
 
     def timings_of(self, choice: Choice) -> Fields:
-        """Timings that the answer ended with, or would have; without the names of its parts."""
+        """The timings of a finished or running answer, without the names of its parts."""
         facts = self._source.facts
         found = choice.timings or timings(choice, facts.shape if facts else None)
         kinds = {part.name: part.kind for part, _, _ in choice.prompt.runs}
@@ -147,14 +147,14 @@ class Feed:
         return {**found, **named, **({"prefix_miss": miss} if miss else {})}
 
     def check(self, now: float) -> None:
-        """Cut off readers that read nothing; called often."""
+        """Disconnect readers that do not read; called periodically."""
         for page in list(self.pages):
             since = page.sending_since
             if since is not None and now - since > self._source.config.slow_reader_timeout:
                 page.abort()
 
     def close(self) -> None:
-        """End all streams, because the server ends."""
+        """End all streams, because the server is ending."""
         self.is_closed = True
         for view in self.views.values():
             view.wake()
@@ -167,10 +167,10 @@ class Feed:
         return view.opening(self._hello(facts, view), self._totals(self._lanes), perf_counter())
 
     def take(self, message: FromEngine | EngineDeadError) -> None:
-        """A message of the engine, on any thread."""
+        """Take a message from the engine, on any thread."""
         record: RequestRecord | None = None
         if isinstance(message, (Accepted, Moved)):
-            # Now, since it may have ended when the next frame is made.
+            # The engine is read here, because it may be gone when the next frame is made.
             engine = self._source.engine
             transcript = engine.transcript(message.request_id) if engine is not None else None
             record = transcript.record if transcript is not None else None
@@ -210,7 +210,7 @@ class Feed:
             view.add(changes, now, more=more)
 
     def _restart(self, lanes: Lanes, facts: EngineFacts, now: float) -> None:
-        """Begin again after a restart of the engine."""
+        """Start again after a restart of the engine."""
         self._is_dead = False
         self._frame(lanes, lanes.take_changes(), now)
         self._boot = secrets.token_hex(4)
@@ -293,12 +293,12 @@ class Feed:
 
 
 class Page:
-    """One reader.
+    """One reader of the feed.
 
     Attributes:
-        view: the frames of its tenant.
-        sending_since: when the pending write began, seconds; None between writes.
-        abort: cuts the connection.
+        view: view with the frames of its tenant.
+        sending_since: start of the pending write, seconds; None between writes.
+        abort: function that cuts the connection.
     """
 
     def __init__(self, feed: Feed, view: View, last_event_id: str | None) -> None:

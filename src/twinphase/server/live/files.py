@@ -31,15 +31,14 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 
-# Comments that fill whole lines of scripts and style sheets. They are a seventh of the bytes, and
-# readers of the code have the source.
+# Comments on lines of their own in scripts and style sheets; they are a seventh of the bytes.
 COMMENT_LINES = re.compile(rb"^ *(?://[^\n]*|/\*.*?\*/)\n", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class _File:
     data: bytes
-    packed: bytes  # by gzip
+    packed: bytes  # Content compressed with gzip.
     etag: str
     media_type: str
 

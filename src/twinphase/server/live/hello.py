@@ -1,4 +1,4 @@
-"""Builds `hello` and `totals`: the server's facts and counters, with the feed's names."""
+"""Builds `hello` and `totals`: the server's facts and counters under the feed's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from twinphase.server.live.lanes import Fields, Lanes
 
 
 def hello(facts: EngineFacts, *, model: str, quantization: str, boot: str, origin: float) -> Fields:
-    """All fields but the workers and those of the reader; `origin` is Unix time in ms."""
+    """All fields except the workers' and the reader's; `origin` is a Unix time in ms."""
     config = facts.config
     ceilings = facts.ceilings
     pace = facts.pace
@@ -45,7 +45,7 @@ def hello(facts: EngineFacts, *, model: str, quantization: str, boot: str, origi
 
 
 def workers(found: Sequence[WorkerStatus], lanes: Lanes, num_blocks: int | None) -> list[Fields]:
-    """The workers in the order of their numbers; a lone engine has `num_blocks`."""
+    """The workers in the order of their numbers; a lone engine has `num_blocks` blocks."""
     by_name = {worker.id: worker for worker in found}
     names = list(lanes.workers) or list(by_name)
     rows = []
@@ -91,7 +91,7 @@ def _ceilings(ceilings: Ceilings) -> Fields:
 
 
 def _shape(shape: ModelShape) -> Fields:
-    """FLOP and bytes per token: the formulas of `step_cost`."""
+    """FLOP and bytes per token, from the formulas of `step_cost`."""
     return {
         "flops_per_token": 2 * shape.linear_parameters,
         "flops_per_logit": 2 * shape.head_parameters,

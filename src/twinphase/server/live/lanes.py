@@ -1,4 +1,4 @@
-"""Turns the engine's messages into changes of lanes: the feed's record of requests and steps.
+"""Converts the engine's messages to changes of lanes, the feed's record of requests and steps.
 
 This record is the same for all readers; `view.py` decides what each tenant sees of it.
 """
@@ -32,7 +32,7 @@ MAX_ENDED_LANES = 1024
 
 
 class Requests(Protocol):
-    """The interface by which the feed looks up requests (`AsyncEngine`)."""
+    """Looks up requests for the feed (`AsyncEngine`)."""
 
     @property
     def unfinished(self) -> list[str]: ...
@@ -42,16 +42,16 @@ class Requests(Protocol):
 
 @dataclass
 class Lane:
-    """A request.
+    """One request in the feed.
 
     Attributes:
-        fields: all known fields, as in docs/feed.md.
-        state: as in docs/feed.md.
-        done: prompt tokens in the KV cache; `output` counts new tokens.
-        started: when it was admitted, seconds; None while it waits.
-        choice: its answer, once it was handed over or its client has left.
-        is_missed: whether a check did not find it among the unfinished requests.
-        numbers: its lane number by tenant of the readers.
+        fields: all known fields (docs/feed.md).
+        state: state of the request (docs/feed.md).
+        done: prompt tokens in the KV cache; `output` is the number of output tokens.
+        started: time of admission, seconds; None while it is queued.
+        choice: answer, once it was delivered or its client has left.
+        is_missed: whether a check found it missing among the unfinished requests.
+        numbers: lane number by the tenant of the readers.
     """
 
     request_id: str
@@ -74,12 +74,12 @@ class Lane:
 
 @dataclass
 class Blocks:
-    """One worker's KV cache.
+    """The KV cache of one worker.
 
     Attributes:
         lanes: block ids by request.
-        cached: blocks without a holder whose content is kept.
-        numbers: held, shared, cached and free blocks.
+        cached: blocks without a holder whose content is cached.
+        numbers: numbers of held, shared, cached and free blocks.
     """
 
     lanes: dict[str, list[int]] = field(default_factory=dict)
@@ -118,9 +118,9 @@ class BlockChanges:
     """Changes of one worker's blocks since the last frame.
 
     Attributes:
-        lanes: in order, the request, the number of its blocks that stay, and the new blocks.
-        alone: blocks without a holder; True if their content is kept.
-        whole: whether all earlier changes are void.
+        lanes: in order: a request, the number of its blocks that stay, and its new blocks.
+        alone: blocks without a holder, and whether their content is cached.
+        whole: whether this replaces all earlier changes.
     """
 
     lanes: list[tuple[str, int, list[int]]] = field(default_factory=list)
@@ -138,12 +138,12 @@ class BlockChanges:
 
 @dataclass
 class Changes:
-    """What happened since the last frame.
+    """The changes since the last frame.
 
     Attributes:
         before, after: changes of lanes to report before the steps, and after them.
-        steps, blocks: by worker's number.
-        pace: moment and gap to keep, both in seconds, if the gap has changed.
+        steps, blocks: steps and changes of blocks, by the worker's number.
+        pace: time and maximum gap between tokens, in seconds, if the gap has changed.
     """
 
     before: list[tuple[Lane, Fields]] = field(default_factory=list)
@@ -162,9 +162,9 @@ class Lanes:
 
     Attributes:
         lanes: unfinished requests by id.
-        blocks: by worker's number.
+        blocks: blocks by the worker's number.
         changes: changes since the last `take_changes`.
-        workers: numbers by name.
+        workers: numbers of the workers by name.
         stats: statistics of the last step; `held_back` as in its `StepView`.
         misses, drafts: totals since the feed began.
     """
@@ -181,8 +181,8 @@ class Lanes:
         Args:
             clock: the feed's clock.
             requests: the front end's requests.
-            part_of: gives the fields of a miss that only its own tenant sees.
-            timings: gives the timings of an answer.
+            part_of: returns the fields of a prefix miss that only its own tenant may see.
+            timings: returns the timings of an answer.
         """
         self.lanes: dict[str, Lane] = {}
         self.blocks: defaultdict[int, Blocks] = defaultdict(Blocks)
@@ -196,12 +196,12 @@ class Lanes:
         self._requests = requests
         self._part_of = part_of
         self._timings = timings
-        # Lanes that wait for their answer's `timings`, with the last report of each.
+        # Lanes that wait for their answer's `timings`, with the last update of each.
         self._ended_lanes: OrderedDict[str, tuple[Lane, RequestUpdate]] = OrderedDict()
         self._slo: float | None = None
 
     def begin(self, names: list[str], moment: float) -> None:
-        """The workers, in their order, and the requests that exist already."""
+        """Add the workers, in order, and the requests that exist already."""
         for name in names:
             self.worker(name)
         for request_id in self._requests.unfinished:
@@ -215,7 +215,7 @@ class Lanes:
                 self._run(lane, moment, transcript.counts.num_cached_tokens)
 
     def worker(self, name: str) -> int:
-        """The number of a worker; a lone engine has no name."""
+        """The number of a worker; a lone engine's name is empty."""
         return self.workers.setdefault(name, len(self.workers)) if name else 0
 
     def take_changes(self) -> Changes:
@@ -224,7 +224,7 @@ class Lanes:
         return changes
 
     def take(self, message: FromEngine, moment: float, record: RequestRecord | None) -> None:
-        """Take a message that came at `moment`, seconds, and its request's record, if any."""
+        """Take a message received at `moment`, seconds, and its request's record, if any."""
         if isinstance(message, StepUpdates):
             self._step(message, moment)
         elif isinstance(message, BlocksHeld):
@@ -240,7 +240,7 @@ class Lanes:
             self._end(self.lanes[str(message.about)], moment, "error")
 
     def finish(self, choice: Choice) -> None:
-        """An answer was handed over, or its client has left."""
+        """Note that an answer was delivered, or that its client has left."""
         request_id = choice.record.request_id
         if (ended := self._ended_lanes.pop(request_id, None)) is not None:
             self._time(*ended, choice)
@@ -248,13 +248,13 @@ class Lanes:
             self.lanes[request_id].choice = choice
 
     def lose_all(self, moment: float) -> None:
-        """The engine has died, with all its requests."""
+        """End all lanes, because the engine has died with its requests."""
         for lane in list(self.lanes.values()):
             self._end(lane, moment, None)
         self.blocks.clear()
 
     def check(self, moment: float) -> None:
-        """End lanes whose requests are gone without a report, as when a client leaves a router."""
+        """End lanes whose requests are gone without an update, as when a client leaves a router."""
         unfinished = set(self._requests.unfinished)
         for lane in list(self.lanes.values()):
             if lane.is_missed:
@@ -373,7 +373,7 @@ class Lanes:
 
     def _time(self, lane: Lane, update: RequestUpdate, choice: Choice) -> None:
         """Report the timings of an ended lane."""
-        # The client had left, and its answer did not take the last report.
+        # The client had left, and its answer did not get the last update.
         if not choice.record.has_ended:
             choice.stream.transcript.take(update)
         self.change(lane, {"timings": self._timings(choice)}, after=True)
@@ -386,7 +386,7 @@ class Lanes:
 
 
 def private_miss(miss: PrefixMiss, part: str) -> Fields:
-    """The fields of a miss that only its own tenant sees, beside the reason."""
+    """The fields of a prefix miss that only its own tenant may see, unlike the reason."""
     fields: Fields = {"token_index": miss.token_index}
     fields |= {"part": part} if part else {}
     return fields | ({"num_known": miss.num_known} if miss.num_known else {})

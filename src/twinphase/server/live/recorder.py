@@ -1,4 +1,4 @@
-"""Records engines that are driven step by step, with the code that makes the feed."""
+"""Records engines that run step by step, with the code that makes the feed."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ BOOT = "0"
 
 
 class Lines:
-    """The lines of a recording that begins without requests, made from engine messages.
+    """The lines of a recording, made from engine messages.
 
     Attributes:
-        lines: the lines so far, without line ends.
-        lanes: the unfinished requests.
+        lines: lines so far, without line breaks.
+        lanes: unfinished requests.
     """
 
     def __init__(self, origin: float = 0.0) -> None:
-        """`origin`: the zero of the recording's clock, on the engine's clock, seconds."""
+        """`origin` is the zero of the recording's clock, in seconds of the engine's clock."""
         self.lines: list[bytes] = []
         self.lanes = Lanes(Clock(origin), self, lambda name, miss: {}, lambda choice: {})
         self._view = View("", BOOT, self.lanes, None)
@@ -58,7 +58,7 @@ class Lines:
     def begin(
         self, fields: Fields, *, num_blocks: int, roles: Mapping[str, str] | None = None
     ) -> None:
-        """Write the first line, for one engine or for workers with these names and roles."""
+        """Write the first line for one engine, or for workers with these names and roles."""
         for name in roles or ():
             self.lanes.worker(name)
         common = {"host": "localhost", "state": "ready", "num_blocks": num_blocks}
@@ -85,7 +85,7 @@ class Lines:
         ended: Mapping[str, RequestRecord],
         moment: float,
     ) -> None:
-        """Take a step as its engine's process would send it; `ended` are requests by their ids."""
+        """Take a step as its engine's process would report it; `ended` maps ids to records."""
         updates = [
             RequestUpdate(
                 share.request_id,
@@ -119,7 +119,7 @@ class Lines:
         """End the recording and write it, gzipped.
 
         Raises:
-            StorageError: no space or no right to write.
+            StorageError: the file cannot be written.
         """
         self.flush(moment)
         try:
@@ -130,7 +130,7 @@ class Lines:
 
 
 class Recorder:
-    """Records engines of a workshop, without tokens, in a file for the live page.
+    """Records the engines of a workshop, without tokens, for the live page.
 
     Set it as the `observer` of each `Stepped` to record, while the workshop is idle.
 
@@ -139,7 +139,7 @@ class Recorder:
     """
 
     def __init__(self, workshop: Workshop) -> None:
-        """Begin now."""
+        """Start the recording."""
         self.num_steps = 0
         self._clock = workshop.stepped.engine.clock
         self._watches: dict[Engine, StepWatch] = {}
@@ -177,13 +177,13 @@ class Recorder:
         self._lines.take_updates(StepUpdates(updates), self._clock())
 
     def write(self, path: Path) -> None:
-        """End the recording and write it, as `Lines.write` does; the engines must be idle."""
+        """End the recording and write it as `Lines.write` does; the engines must be idle."""
         for watch in self._watches.values():
             watch.close()
         self._lines.write(path, self._clock())
 
     def _ended(self, request_id: str, reason: FinishReason | None) -> RequestRecord:
-        """A copy of the record of a request that has ended, with its tokens' times."""
+        """A copy of an ended request's record, with the times of its tokens."""
         record, timed = self._records.pop(request_id)
         record = record.copy()
         record.timeline.token_times = list(timed.times)

@@ -23,7 +23,7 @@ COLUMNS = ("start", "duration_ms", "predicted_ms", "decode_ms", "pre", "dec")
 
 
 class RecordingError(TwinphaseError):
-    """A file that is not a recording, or a damaged one."""
+    """The file is not a recording, or is damaged."""
 
     exit_code = 2
 
@@ -34,7 +34,7 @@ class Recording:
 
     Attributes:
         hello: the first `hello` event.
-        lanes: all fields of each lane by boot and number, in order of arrival.
+        lanes: all fields of each lane, by boot and lane number, in order of arrival.
         num_steps: number of steps of all workers.
     """
 
@@ -44,7 +44,7 @@ class Recording:
 
 
 def is_recording(path: Path) -> bool:
-    """Whether a file begins as a recording does; its content may still be refused."""
+    """Whether a file begins like a recording; its content may still be invalid."""
     try:
         with path.open("rb") as file:
             return file.read(max(map(len, BEGINNINGS))).startswith(BEGINNINGS)
@@ -76,7 +76,7 @@ def read_recording(path: Path) -> Recording:
 
 
 class _Reader:
-    """The events so far."""
+    """Collects the events of a recording."""
 
     def __init__(self) -> None:
         self._recording: Recording | None = None

@@ -1,6 +1,6 @@
 """Turns a step log (`--trace-file`) into a recording, with the code that makes the feed.
 
-The log has prompts and tokens; the recording has neither. Work in FLOP and bytes is not in the log.
+The log has prompts and tokens, which the recording omits. The log has no work in FLOP or bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from twinphase.server.live.recorder import BOOT, Lines
 
 
 def recording_of(path: Path) -> tuple[Replay, list[bytes]]:
-    """The result of replaying a log, and the lines of its recording.
+    """Replay a log; return the result and the lines of the recording.
 
     Raises:
         InvalidRequestError: as `replay`.
@@ -38,7 +38,7 @@ def recording_of(path: Path) -> tuple[Replay, list[bytes]]:
 
 
 class _Maker:
-    """Turns a replay's events into those of the feed."""
+    """Converts a replay's events to those of the feed."""
 
     def __init__(self) -> None:
         self._lines = Lines()
@@ -64,7 +64,7 @@ class _Maker:
             self._step(event, state)
 
     def finish(self) -> list[bytes]:
-        """Read all remaining lines."""
+        """Read and convert all remaining lines."""
         self._lines.flush(self._now)
         return self._lines.lines
 
@@ -72,7 +72,7 @@ class _Maker:
         drafting = event.get("drafting", 0.0)
         seconds = event["seconds"] + drafting
         start = self._now + event["gap"]
-        if "start" in event:  # Older logs have durations only.
+        if "start" in event:  # Older logs have only durations.
             self._origin = event["start"] - start if self._origin is None else self._origin
             start = event["start"] - self._origin
         alone, chunks = step_parts(state.parts, state.predicted, seconds, drafting)

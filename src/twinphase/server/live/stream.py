@@ -1,4 +1,4 @@
-"""`GET /v1/engine/events` over HTTP: docs/feed.md."""
+"""`GET /v1/engine/events` over HTTP (docs/feed.md)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_feed(api: APIRouter, service: Service) -> None:
 
 
 class EventStream(Response):
-    """The response that sends a page's events until either side ends it."""
+    """The response that sends a page's events until either side ends."""
 
     media_type = "text/event-stream"
 

@@ -1,6 +1,6 @@
-"""Frames of events for the readers of one tenant, made once and shared as bytes.
+"""Frames of events for the readers of one tenant; all of them share the bytes.
 
-Other tenants' requests are lanes without a name, or one sum. `lanes.py` records the events.
+Other tenants' requests are shown as unnamed lanes or as one sum. `lanes.py` records the events.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from twinphase.engine.process.messages import StepStats, StepView
 from twinphase.server.live.events import Clock, duration_ms, event_bytes, ranges
 from twinphase.server.live.lanes import Blocks, Changes, Fields, Lane, Lanes
 
-# How long events are kept for a reader that comes back.
+# Events are kept this long for readers that reconnect.
 RING_SECONDS = 30.0
 MAX_RING_BYTES = 8 << 20
-# A reader with more waiting bytes than this does not get the steps.
+# A reader with more unsent bytes than this does not get steps.
 MAX_WAITING_BYTES = 256 << 10
-# Fields of a lane that only its own tenant sees.
+# Only the request's own tenant sees these fields of a lane.
 PRIVATE_FIELDS = {"id", "arrival", "route", "why", "eta_ms", "transfer", "timings"}
-# The lane of all other tenants' requests together.
+# The lane that sums up all requests of other tenants.
 OTHERS = 0
 
 Event = tuple[str, Fields]
@@ -36,10 +36,10 @@ class Frame:
 
     Attributes:
         first, last: numbers of the first and last event.
-        data: all events; readers share it.
-        steps: the part of `data` that may be dropped.
+        data: bytes of all events, shared by all readers.
+        steps: part of `data` that may be dropped for slow readers.
         num_steps: number of steps in that part.
-        moment: when the frame was made, seconds.
+        moment: time when the frame was made, seconds.
     """
 
     first: int
@@ -55,7 +55,7 @@ class Frame:
         return self.data[: self.steps.start] + self.data[self.steps.stop :]
 
     def since(self, number: int) -> bytes:
-        """The events after that number."""
+        """The events after number `number`."""
         skipped = max(0, number + 1 - self.first)
         return self.data.split(b"\n\n", skipped)[skipped] if skipped else self.data
 
@@ -65,16 +65,16 @@ class View:
 
     Attributes:
         tenant: the tenant's name; "" without keys.
-        boot: identifies the start of the engine in the events' ids.
+        boot: identifies the engine's start in the events' ids.
         num_pages: number of present readers.
-        left: when the last reader left, seconds.
+        left: time when the last reader left, seconds.
         num_frames: number of frames so far.
-        num_lost: number of steps that were dropped for slow readers so far.
+        num_lost: number of steps dropped for slow readers so far.
         last: number of the last event.
     """
 
     def __init__(self, tenant: str, boot: str, state: Lanes, others: str | None) -> None:
-        """`others`: how other tenants are shown, as in `hello`."""
+        """`others`: how other tenants' requests are shown, as in `hello`."""
         self.tenant = tenant
         self.boot = boot
         self.others = others
@@ -87,7 +87,7 @@ class View:
         self._clock: Clock = state.clock
         self._frames: deque[Frame] = deque()
         self._num_bytes = 0
-        # Lane numbers of unfinished requests, and of ended ones whose blocks are not yet reported.
+        # Lane numbers of unfinished requests, and of ended ones whose blocks are not reported yet.
         self._numbers: dict[str, int] = {}
         self._ended: set[str] = set()
         self._num_lanes = OTHERS
@@ -127,7 +127,7 @@ class View:
         self.wake()
 
     def opening(self, hello: Fields, totals: Fields, moment: float) -> bytes:
-        """The first bytes for a new reader: the whole present state."""
+        """The first bytes for a new reader, with the whole present state."""
         found = [
             {**self._shown(lane, lane.fields), "done": lane.done, "output": lane.output}
             for lane in self._state.lanes.values()
@@ -137,13 +137,13 @@ class View:
         return self._unnumbered(events, moment)
 
     def reaches(self, boot: str, number: int) -> bool:
-        """Whether a reader that has the events up to that number can be sent all others."""
+        """Whether all events after number `number` are still available."""
         if boot != self.boot or number > self.last:
             return False
         return number == self.last or bool(self._frames and self._frames[0].first <= number + 1)
 
     def after(self, number: int, moment: float) -> bytes:
-        """All events after that number, without steps if they are too many."""
+        """All events after number `number`, without steps if there are too many."""
         newest = takewhile(lambda frame: frame.last > number, reversed(self._frames))
         frames = list(newest)[::-1]
         if sum(len(frame.data) for frame in frames) <= MAX_WAITING_BYTES:
@@ -154,9 +154,9 @@ class View:
         return kept + self._unnumbered([("lost", {"steps": num_steps}), *self._whole()], moment)
 
     async def wait(self, seconds: float) -> bool:
-        """Wait until there is a new frame; False after `seconds` without one."""
+        """Wait for a new frame; return False after `seconds` without one."""
         try:
-            # Unlike `wait_for`, this makes no task, once per page and frame.
+            # Unlike `wait_for`, this creates no task per page and frame.
             async with asyncio.timeout(seconds):
                 await self._grown.wait()
         except TimeoutError:
@@ -177,7 +177,7 @@ class View:
         return b"".join(data)
 
     def _unnumbered(self, events: Iterable[Event], moment: float) -> bytes:
-        """Events for one reader, with the number of the last one that they account for."""
+        """Events for one reader, with the number of the last shared event."""
         ident = f"{self.boot}-{self.last}"
         time = self._clock.ms(moment)
         return b"".join(event_bytes(ident, name, time, fields) for name, fields in events)
@@ -303,7 +303,7 @@ def _short(entry: list[Any]) -> list[Any]:
 
 
 def _without_gaps(steps: list[Step]) -> Iterator[list[Step]]:
-    """Groups of steps with consecutive indices; a new worker begins with 0."""
+    """Groups of steps with consecutive indices, which restart at 0 with a new worker."""
     begin = 0
     for place in range(1, len(steps) + 1):
         if place == len(steps) or steps[place][1].index != steps[place - 1][1].index + 1:
