@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from steps import own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.cpu.attention_units import AttentionUnits
 from twinphase.batch import ScheduledRequest
+from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.sampling import sampler
 
 pytestmark = pytest.mark.timeout(900)
@@ -39,12 +41,12 @@ QUICK = {
     "compared": 50,
     "compared after a hit": 5,
     "compared with a grammar": 10,
-    "compared with an end of thinking": 10,
+    "compared with an end of thinking": 5,
     "mixed steps": 50,
     "forced preemptions": 1,
     # How many are worth it depends on how fast steps are.
-    "accepted drafts": 500,
-    "rejected drafts": 100,
+    "accepted drafts": 300,
+    "rejected drafts": 50,
 }
 # Most natural preemptions are of the four requests that each mix of 12 blocks begins with.
 LONG = {
@@ -62,7 +64,7 @@ HYBRID = {
     "compared after a hit": 3,
     "mixed steps": 50,
     "accepted drafts": 200,
-    "rejected drafts": 50,
+    "rejected drafts": 30,
     "states held back": 1,
 }
 # A prefix is cut back to its last snapshot, so that fewer requests begin with a hit; and requests
@@ -76,7 +78,7 @@ LONG_HYBRID = LONG | {
 }
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 # How many mixes a long proof has at least; more are tried by hand.
-NUM_MIXES = int(os.environ.get("MIXES", 12))
+NUM_MIXES = int(os.environ.get("MIXES", 8))
 FEW_DRAFTS = {"compared": 8, "accepted drafts": 100, "rejected drafts": 100}
 
 
@@ -87,16 +89,28 @@ def folder(tmp_path_factory) -> Iterator[Path]:
         yield path
 
 
+@pytest.fixture(scope="module")
+def engines_of(folder) -> Callable[..., tuple[LoadedEngine, Alone]]:
+    """By a model's name. Many tests have the same requests, which are computed alone once."""
+
+    @cache
+    def made(model: str, **config: Any) -> tuple[LoadedEngine, Alone]:
+        path = write_tiny_gguf(folder / f"{model}.gguf", vocab=VOCAB, **MODELS[model])
+        return engines(path, **config)
+
+    return made
+
+
 @pytest.mark.parametrize(
     ("num_mixes", "model", "least"),
     (
-        pytest.param(10, "dense", QUICK, marks=pytest.mark.quick),
-        pytest.param(10, "convolutions", HYBRID, marks=pytest.mark.quick),
-        pytest.param(10, "deltas", HYBRID, marks=pytest.mark.quick),
-        (10, "shared", QUICK),
-        (10, "deltas-and-experts", HYBRID),
-        (10, "spaces", HYBRID),
-        (10, "parallel", HYBRID),
+        pytest.param(6, "dense", QUICK, marks=pytest.mark.quick),
+        pytest.param(6, "convolutions", HYBRID, marks=pytest.mark.quick),
+        pytest.param(6, "deltas", HYBRID, marks=pytest.mark.quick),
+        (6, "shared", QUICK),
+        (6, "deltas-and-experts", HYBRID),
+        (6, "spaces", HYBRID),
+        (6, "parallel", HYBRID),
         *(
             pytest.param(NUM_MIXES, model, least, marks=pytest.mark.slow)
             for model, least in (
@@ -110,16 +124,15 @@ def folder(tmp_path_factory) -> Iterator[Path]:
         ),
     ),
 )
-def test_mixes(folder, num_mixes, model, least):
-    path = write_tiny_gguf(folder / f"{model}.gguf", vocab=VOCAB, **MODELS[model])
-    tally = run_mixes(num_mixes, *engines(path))
+def test_mixes(engines_of, num_mixes, model, least):
+    tally = run_mixes(num_mixes, *engines_of(model))
     tally.assert_reaches(least)
     unattributed = median(tally.unattributed)
     print(f"unattributed: median {unattributed:.3%} of {len(tally.unattributed)}")
     assert num_mixes < NUM_MIXES or unattributed < 0.01
 
 
-def test_mixes_that_share_prefixes(folder, monkeypatch):
+def test_mixes_that_share_prefixes(engines_of, monkeypatch):
     """Of more than a KV tile, whose attention is computed once for all; none is shared alone."""
     shared = Counter[str]()
     fill = AttentionUnits.fill
@@ -134,13 +147,13 @@ def test_mixes_that_share_prefixes(folder, monkeypatch):
     monkeypatch.setattr(mixes.Mix, "least_blocks", MOST_BLOCKS)
     monkeypatch.setattr(mixes, "PREFIXES", [[(7 * i + i * i) % 250 + 10 for i in range(144)]])
     monkeypatch.setattr(mixes, "CUTS", [33, 128, 130, 144])
-    tally = run_mixes(8, *engines(write_tiny_gguf(folder / "dense.gguf", vocab=VOCAB)))
+    tally = run_mixes(8, *engines_of("dense"))
     tally.assert_reaches({"compared": 20, "compared after a hit": 10})
     assert shared["decode_rest"] > 50, shared
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("blind", "adversary"), ("forgetful", "oracle")])
-def test_a_wrong_verification_is_found(folder, fault, kind, monkeypatch):
+def test_a_wrong_verification_is_found(engines_of, fault, kind, monkeypatch):
     """One that accepts the first draft unverified, and one that ignores earlier drafts."""
     real = sampler.sample_row
 
@@ -156,7 +169,7 @@ def test_a_wrong_verification_is_found(folder, fault, kind, monkeypatch):
             return share.token_ids[-share.num_drafts]
         return real(logits, share, eos_token_ids, accepted)
 
-    mixed, alone = engines(write_tiny_gguf(folder / "dense.gguf", vocab=VOCAB))
+    mixed, alone = engines_of("dense")
     run_mixes(3, mixed, alone, kind)
     monkeypatch.setattr(sampler, "sample_row", wrong)
     # In one of the first mixes; some have no request in which it would show.
@@ -166,11 +179,10 @@ def test_a_wrong_verification_is_found(folder, fault, kind, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", GUESSERS)
-def test_every_guesser(folder, kind):
+def test_every_guesser(engines_of, kind):
     """Mixes with each alone, and as many with values in int8."""
-    path = write_tiny_gguf(folder / "dense.gguf", vocab=VOCAB)
     plain, with_int8 = (
-        run_mixes(NUM_MIXES // 4, *engines(path, kv_cache_dtype=dtype), kind)
+        run_mixes(1 + NUM_MIXES // 4, *engines_of("dense", kv_cache_dtype=dtype), kind)
         for dtype in ("auto", "int8")
     )
     tally = plain + with_int8

@@ -6,9 +6,10 @@ shared with what is tested.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -21,6 +22,19 @@ CHUNK = 512  # rows whose logits are in memory at a time
 
 # transformers makes this map anew for each of a model's 400 modules.
 gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
+
+
+def _in_large_groups(
+    func: Callable[[Any], Any], arr: NDArray[Any], otype: Any, oshape: Sequence[int]
+) -> NDArray[Any]:
+    """As the package has it, but not 16 rows at a time, which takes longer than the arithmetic."""
+    rows = np.asarray(arr).reshape(-1, arr.shape[-1])
+    groups = np.array_split(rows, -(-len(rows) // 1024))
+    out = np.concatenate([func(group).ravel() for group in groups])
+    return out.astype(otype, copy=False).reshape(oshape)
+
+
+gguf.quants._apply_over_grouped_rows = _in_large_groups
 
 
 class Oracle:
