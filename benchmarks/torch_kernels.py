@@ -9,18 +9,16 @@ are those of Llama-3.1-8B, and of Qwen3-30B-A3B for mixtures. TRITON_INTERPRET m
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import re
-import subprocess
-import tempfile
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from twinphase.backends.torch.kernels import attention, elementwise, experts, linear, rope, tiles
@@ -53,6 +51,9 @@ class Mixture(NamedTuple):
 
 
 MOE = Mixture()
+# Triton prints what ptxas says, where it does not take a kernel from its cache.
+triton.knobs.nvidia.dump_ptxas_log = True
+triton.knobs.compilation.always_compile = True
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -88,10 +89,12 @@ def compiled(name, phase, capability, fn, types, constants, tile) -> Compiled:
     )
     warps, stages = tile
     options = {"num_warps": warps, "num_stages": stages}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = made.asm["ptx"]
     shared = made.metadata.shared
-    registers, spilled = assembled(ptx, capability)
+    registers, spilled = assembled(said.getvalue())
     threads = 32 * warps
     limits = [
         REGISTERS // (threads * registers),
@@ -115,23 +118,10 @@ def compiled(name, phase, capability, fn, types, constants, tile) -> Compiled:
     )
 
 
-def assembled(ptx: str, capability: int) -> tuple[int, int]:
+def assembled(log: str) -> tuple[int, int]:
     """Registers of a thread and spilled bytes, as ptxas says."""
-    arch = re.search(r"^\.target\s+(\S+?),?\s", ptx, re.M)[1]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        command = [
-            get_ptxas(capability).path,
-            "-v",
-            f"--gpu-name={arch}",
-            str(path),
-            "-o",
-            str(path.with_suffix(".o")),
-        ]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
-    return int(re.search(r"Used (\d+) registers", said)[1]), spilled
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
+    return int(re.search(r"Used (\d+) registers", log)[1]), spilled
 
 
 def linears(capability: int) -> list[Compiled]:

@@ -52,19 +52,19 @@ def logits(checkpoint: Checkpoint, backend: Backend) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("tensor_type", "types", "hidden"),
+    ("tensor_type", "types", "hidden", "heads"),
     [
-        ("Q4_K", {"attn_v": "Q6_K", "ffn_down": "Q6_K"}, 256),  # what llama.cpp calls Q4_K_M
-        ("Q8_0", {"attn_v": "F16", "ffn_up": "BF16"}, 64),  # quantized and dense in one layer
-        ("F32", {"attn_k": "Q4_0"}, 96),
+        ("Q4_K", {"attn_v": "Q6_K", "ffn_down": "Q6_K"}, 256, 2),  # what llama.cpp calls Q4_K_M
+        ("Q8_0", {"attn_v": "F16", "ffn_up": "BF16"}, 64, 2),  # quantized and dense in one layer
+        ("F32", {"attn_k": "Q4_0"}, 96, 6),
     ],
 )
-def test_a_layer_of_several_types(tmp_path, tensor_type, types, hidden):
+def test_a_layer_of_several_types(tmp_path, tensor_type, types, hidden, heads):
     path = write_tiny_gguf(
         tmp_path / "mixed.gguf",
         hidden=hidden,
-        heads=2,
-        kv_heads=1,
+        heads=heads,
+        kv_heads=heads // 2,
         ffn=256,
         tensor_type=tensor_type,
         embedding_type="Q8_0" if hidden % 256 else None,

@@ -65,8 +65,8 @@ MINISTRAL3_ROPE = {
 GEMMA4 = {
     "tie_word_embeddings": True,
     "sliding_window": 24,
-    "head_dim": 32,
-    "global_head_dim": 64,
+    "head_dim": 16,
+    "global_head_dim": 32,
     "vocab_size_per_layer_input": 448,
     "final_logit_softcapping": 30.0,
 }

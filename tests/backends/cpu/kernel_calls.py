@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from steps import ISAS_OF_LINEAR, USER_CACHE, differs_in_dot_alone, on_each
+from steps import ISAS_OF_LINEAR, USER_CACHE, differs_in_dot_alone, isas_that_differ, on_each
 from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
 from twinphase.backends.cpu.formats import FORMATS, STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import choose_isa
@@ -39,8 +39,12 @@ _HALVES = {
 
 
 def formats_on(isa: str) -> Collection[str]:
-    """The formats that are tried on a path."""
-    return FEW_FORMATS if differs_in_dot_alone(isa) else FORMATS
+    """The formats that are tried on a path.
+
+    Few where the kernels of a path with matrix tiles have the same code for fewer rows.
+    """
+    has_own_code = isa in isas_that_differ("lanes", "dot", "registers", "converts_f16")
+    return FORMATS if has_own_code and not differs_in_dot_alone(isa) else FEW_FORMATS
 
 
 def per_isa_and(names_on: Callable[[str], Collection[str]]) -> pytest.MarkDecorator:
