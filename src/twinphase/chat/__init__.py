@@ -1,1 +1,1 @@
-"""The conversation on a terminal that `twinphase run MODEL` begins without a prompt."""
+"""The interactive chat that `twinphase run MODEL` starts without a prompt."""

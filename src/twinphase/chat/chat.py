@@ -1,4 +1,4 @@
-"""The loop of a conversation: reads a message, streams the answer, and obeys /commands."""
+"""The loop of a chat: reads a message, streams the answer, and runs /commands."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HELP = f"""\
 /explain               where the last answer's time went, and what to change
 \"\"\"                    begins and ends a message of several lines; Alt-Enter begins a line"""
 LEAVE = ("/bye", "/exit", "/quit")
-# /set WORD: the attribute, and its value.
+# The attribute, and its value, for each /set WORD.
 SWITCHES: dict[str, tuple[str, str | bool]] = {
     "verbose": ("statistics", "verbose"),
     "brief": ("statistics", "brief"),
@@ -47,10 +47,10 @@ SWITCHES: dict[str, tuple[str, str | bool]] = {
 
 
 class Chat:
-    """A conversation with a loaded model on this terminal.
+    """A chat with a loaded model on this terminal.
 
     Attributes:
-        statistics: what follows an answer: "brief", "verbose" or "quiet".
+        statistics: amount of statistics after an answer: "brief", "verbose" or "quiet".
         wraps: whether lines are broken between words.
         keeps_history: whether lines and conversations are written to files.
     """
@@ -77,7 +77,7 @@ class Chat:
         }
 
     def run(self) -> int:
-        """Talk until the user leaves; returns the exit code."""
+        """Chat until the user leaves; returns the exit code."""
         from twinphase.engine.loading.ceilings import IdleMeasurement
 
         reader = Reader(
@@ -108,7 +108,8 @@ class Chat:
                     self._take(text)
             except TwinphaseError as error:
                 terminal.error_line(error)
-            except KeyboardInterrupt:  # before the first step, or while something was computed
+            # This happens before the first step, or during another computation.
+            except KeyboardInterrupt:
                 print(file=sys.stderr)
 
     def _take(self, text: str) -> None:

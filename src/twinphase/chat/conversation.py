@@ -1,4 +1,4 @@
-"""A conversation: its messages and settings, and the files that keep them."""
+"""A conversation: its messages and settings, and the files that store it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from twinphase.weights.storage import cache_root, storage_error, write_atomicall
 MAX_KEPT = 5
 RECENT = "recent-"
 NAME = re.compile(r"[\w][\w.-]{0,99}")
-# What /set can change; other fields of SamplingParams make no sense between turns.
+# Settings that /set can change; other fields of SamplingParams make no sense between turns.
 SETTINGS = (
     "temperature",
     "top_p",
@@ -36,13 +36,13 @@ Message = dict[str, str]
 
 @dataclass
 class Conversation:
-    """What has been asked and answered, and how the next answer is to be sampled.
+    """The messages so far, and the sampling settings for the next answer.
 
     Attributes:
-        model: the name that the user gave.
-        turns: messages of user and model.
-        system: the system message; None leaves it to the model.
-        began: when, in seconds since 1970.
+        model: name that the user gave.
+        turns: messages of the user and the model.
+        system: system message; None uses the model's default.
+        began: start of the conversation, in seconds since 1970.
     """
 
     model: str
@@ -53,7 +53,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """All messages, as a chat template takes them."""
+        """All messages, in the form for a chat template."""
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         return first + self.turns
 
@@ -61,7 +61,7 @@ class Conversation:
         """Change a sampling setting.
 
         Raises:
-            InvalidRequestError: no setting has that name, or it cannot have that value.
+            InvalidRequestError: there is no such setting, or the value is not allowed.
         """
         if name not in SETTINGS:
             raise InvalidRequestError(
@@ -90,10 +90,10 @@ class Conversation:
         }
 
     def take(self, saved: dict[str, Any]) -> None:
-        """Continue another conversation, which `as_dict` gave.
+        """Continue a conversation that `as_dict` returned.
 
         Raises:
-            InvalidRequestError: it is none.
+            InvalidRequestError: `saved` is not a conversation.
         """
         try:
             turns = [
@@ -114,22 +114,21 @@ class Conversation:
 
 
 def folder() -> Path:
-    """Where conversations are kept."""
     return cache_root() / "chats"
 
 
 def save(conversation: Conversation, name: str | None = None) -> Path:
-    """Keep a conversation, under a name, or among the last few.
+    """Save a conversation under a name, or among the last few.
 
     Raises:
-        InvalidRequestError: a name that no file can have.
-        StorageError: it cannot be written.
+        InvalidRequestError: a file cannot have this name.
+        StorageError: the file cannot be written.
     """
     path = _path(name or f"{RECENT}{conversation.began:.0f}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         content = json.dumps(conversation.as_dict(), ensure_ascii=False, indent=1)
-        write_atomically(path, content.encode())  # A new file is readable by its owner only.
+        write_atomically(path, content.encode())  # Only the owner can read a new file.
         os.chmod(path, 0o600)
         for old in _recent()[MAX_KEPT:]:
             old.unlink(missing_ok=True)
@@ -139,11 +138,11 @@ def save(conversation: Conversation, name: str | None = None) -> Path:
 
 
 def load(name: str | None = None) -> dict[str, Any]:
-    """The conversation of that name, or the last one.
+    """Load the conversation with that name, or the last one.
 
     Raises:
-        InvalidRequestError: there is none, or it is damaged.
-        StorageError: it cannot be read.
+        InvalidRequestError: there is no such conversation, or it is damaged.
+        StorageError: the file cannot be read.
     """
     path = _path(name) if name else next(iter(_recent()), None)
     if path is None or not path.is_file():
@@ -175,6 +174,6 @@ def _is_recent(path: Path) -> bool:
 
 
 def _recent() -> list[Path]:
-    """Files of the conversations that were kept without a name, the newest first."""
+    """Files of conversations that were saved without a name, the newest first."""
     files = [path for path in folder().glob(f"{RECENT}*.json") if path.is_file()]
     return sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)

@@ -1,4 +1,4 @@
-"""Reads what a user types: lines with history and completion, several lines, and pasted text."""
+"""Reads user input: lines with history and completion, several lines, and pasted text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 PROMPT = "> "
 MORE = "... "
 QUOTES = '"""'
-# A longer paste is shown by its size; a terminal would take seconds to draw it.
+# A longer paste is shown by its size, because a terminal would take seconds to draw it.
 MAX_SHOWN_LINES = 8
 MAX_SHOWN_CHARACTERS = 1000
 MAX_HISTORY_BYTES = 1 << 20
@@ -20,7 +20,7 @@ MAX_HISTORY_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def hidden_keys() -> Iterator[None]:
-    """Keep keys that are typed in this block off the screen; the next prompt gets them."""
+    """Hide keys typed during the block; the next prompt gets them."""
     if not sys.stdin.isatty():
         yield
         return
@@ -39,13 +39,13 @@ def hidden_keys() -> Iterator[None]:
 class Reader:
     """Reads one message after another.
 
-    A message is a line, a pasted text of any size, or what stands between lines of triple quotes.
+    A message is a line, a pasted text of any size, or several lines between triple quotes.
     """
 
     def __init__(
         self, commands: Sequence[str], history: Path | None, keeps: Callable[[], bool]
     ) -> None:
-        """Complete `commands`, and add lines to the file `history` while `keeps()` is true."""
+        """Complete `commands`, and append lines to the file `history` while `keeps()` is true."""
         self._keeps = keeps
         self._pastes: dict[str, str] = {}
         self._line: Callable[[str], str] = input
@@ -53,7 +53,7 @@ class Reader:
             self._line = self._session(commands, history)
 
     def read(self) -> str:
-        """The next message, without spaces around it.
+        """The next message, without surrounding spaces.
 
         Raises:
             EOFError: the input has ended, or Ctrl-D was pressed.
@@ -65,7 +65,7 @@ class Reader:
             while not text.rstrip().endswith(QUOTES):
                 text += "\n" + self._line(MORE)
             text = text.rstrip().removesuffix(QUOTES).strip()
-        # Pastes are kept, because a line may come again from the history.
+        # Pastes are kept, because a line may be recalled from the history.
         for shown, pasted in self._pastes.items():
             text = text.replace(shown, pasted)
         return text
@@ -81,7 +81,7 @@ class Reader:
                 if self._keeps():
                     super().store_string(string)
 
-        # Some terminals never answer the question where the cursor is.
+        # Some terminals never answer the query for the cursor's position.
         os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
         kept: History = InMemoryHistory()
         if history is not None:
@@ -98,7 +98,7 @@ class Reader:
             key_bindings=self._keys(),
             enable_open_in_editor=False,
             enable_suspend=True,
-            # Answers go to stdout, which may be a file.
+            # stdout is for answers, and may be a file.
             output=create_output(stdout=sys.stderr),
         )
         return session.prompt

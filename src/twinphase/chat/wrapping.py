@@ -1,4 +1,4 @@
-"""Breaks streamed text between words, so that a terminal need not break inside them."""
+"""Wraps streamed text between words, so that the terminal does not break words."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import shutil
 import sys
 from typing import TextIO
 
-# Columns of a terminal that breaks lines itself.
+# Stands for a terminal that breaks lines itself.
 UNWRAPPED = sys.maxsize
 
 
 class WrappedOutput:
-    """Writes streamed text with lines as wide as the terminal; elsewhere the text as it is.
+    """Writes streamed text with lines as wide as the terminal; elsewhere without changes.
 
-    A word is held back until its end is known. A word that is wider than the terminal is not
-    divided.
+    A word is held back until it is complete. A word that is wider than the terminal is not divided.
     """
 
     def __init__(self, stream: TextIO | None = None, columns: int | None = None) -> None:
-        """Write to `stream` (stdout), in lines of `columns`, or of the terminal's."""
+        """Write to `stream` (stdout) in lines of `columns`, by default the terminal's."""
         self._stream = stream or sys.stdout
         self._columns = columns
         if columns is None and self._stream.isatty():
@@ -29,7 +28,7 @@ class WrappedOutput:
         self._space = ""
 
     def write(self, text: str) -> None:
-        """Write what is complete of the text so far."""
+        """Add text, and write its complete words."""
         if self._columns is None:
             self._stream.write(text)
         else:
@@ -60,7 +59,7 @@ class WrappedOutput:
         if not self._word or self._columns is None:
             return
         width = text_width(self._word)
-        # Spaces that begin a line are indentation and stay.
+        # Spaces at the start of a line are indentation, and are kept.
         if self._column and self._column + len(self._space) + width > self._columns:
             self._stream.write("\n")
             self._column = 0

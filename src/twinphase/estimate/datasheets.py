@@ -16,7 +16,7 @@ FILE = Path(__file__).with_name("datasheets.toml")
 
 @dataclass(frozen=True)
 class Source:
-    """A document, and which figures it states: "bandwidth", "memory" or precisions."""
+    """A document, and the figures that it states: "bandwidth", "memory" or precisions."""
 
     title: str
     address: str
@@ -31,7 +31,7 @@ class Datasheet:
         name: value of `--hardware`.
         bandwidth: bytes per second of its memory; None is unpublished.
         memory: bytes of the largest configuration; None if it depends on what is installed.
-        peaks: dense operations per second by precision of `PRECISIONS`; a missing one is
+        peaks: dense operations per second by precision in `PRECISIONS`; missing ones are
             unpublished.
         sources: the documents that state the figures.
         computed: formulas over published parts, for figures without a document.
@@ -73,8 +73,8 @@ def find_datasheet(name: str, instead: str = "") -> Datasheet:
     """The datasheet of that name, or the only one whose name begins with it.
 
     Args:
-        name: of a product; case does not matter.
-        instead: what else the user can do, as the beginning of "... one of: NAMES".
+        name: name of a product; case does not matter.
+        instead: alternative for the user, as the start of "... one of: NAMES".
 
     Raises:
         InvalidRequestError: no product matches, or several do; the message names them.

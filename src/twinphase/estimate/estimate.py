@@ -31,13 +31,13 @@ from twinphase.models.size import Size
 from twinphase.phases.work import ModelShape, make_shape, step_cost, weight_bytes_read
 from twinphase.request import OWN_SLOTS
 
-# A break-even batch beyond this is reported as "never".
+# A larger break-even batch is reported as "never".
 MAX_BATCH = 1 << 24
 
 
 @dataclass(frozen=True)
 class PartEstimate:
-    """Work of the linear layers or the attention of a phase, and its time at each known ceiling."""
+    """Work of the linear layers or of attention in a phase, and its time at each known ceiling."""
 
     flops: float
     bytes: float
@@ -64,7 +64,7 @@ class PartEstimate:
 
 @dataclass(frozen=True)
 class PhaseEstimate:
-    """A prompt's prefill, or a decode step: its two parts run one after the other."""
+    """A prompt's prefill or a decode step: two parts, which run one after the other."""
 
     linear: PartEstimate
     attention: PartEstimate
@@ -103,19 +103,19 @@ def _sum(one: float | None, other: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class SpeculationEstimate:
-    """The mean decode step with drafts in it."""
+    """The mean decode step with drafts."""
 
     drafting: Drafting
     step: PhaseEstimate
 
     @property
     def seconds(self) -> float | None:
-        """Time of a step, drafting included."""
+        """Seconds of a step, drafting included."""
         return _sum(self.step.seconds, self.drafting.seconds)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Rate of one request."""
+        """The token rate of one request."""
         return None if self.seconds is None else self.drafting.tokens_per_step / self.seconds
 
 
@@ -124,18 +124,19 @@ class Estimate:
     """The results for a model, a machine and a request; None is unknown.
 
     Attributes:
-        kv_token_bytes: KV of one token in all layers.
-        prefill: of one prompt; its time is the TTFT in an idle engine.
-        decode: the mean step of the batch over the whole request; `decode_first` and `decode_last`
-            are its first and last steps.
+        kv_token_bytes: KV bytes of one token in all layers.
+        prefill: prefill of one prompt; its time is the TTFT in an idle engine.
+        decode: mean decode step of the batch over the whole request; `decode_first` and
+            `decode_last` are the first and last steps.
         decode_steps: output tokens - 1.
-        balance: FLOP per byte with equal times of arithmetic and memory in the linear layers.
+        balance: FLOP per byte at which arithmetic and memory take the same time in the linear
+            layers.
         break_even_batch: smallest batch with compute-bound linear layers in decode.
-        no_break_even: why there is none, beginning with "unknown" or "never"; else "".
+        no_break_even: reason for no such batch, beginning with "unknown" or "never"; else "".
         max_batch: sequences of this length that fit beside the weights; 0 if the weights do not.
-        sequence_bytes: KV of one sequence at its end, in layers with a window too, and the slots
-            for its recurrent state.
-        state_bytes: of one slot; 0 without recurrent layers.
+        sequence_bytes: bytes of one sequence at its end: KV, including layers with a window, and
+            the slots for its recurrent state.
+        state_bytes: bytes of one slot; 0 without recurrent layers.
     """
 
     shape: DecoderShape
@@ -182,7 +183,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Model:
-    """The numbers of the formulas, and the hardware at its assumed efficiency."""
+    """The sizes for the formulas, and the hardware at its assumed efficiency."""
 
     costs: ModelShape
     hardware: Hardware
@@ -259,7 +260,7 @@ class _Model:
 
 
 def cost_shape(shape: DecoderShape, dtype: str, kv_head_bytes: float) -> ModelShape:
-    """The numbers of the cost formulas, with weights of `dtype` and the KV bytes of a scenario.
+    """The sizes for the cost formulas, with weights of `dtype` and the KV bytes of a scenario.
 
     Raises:
         InvalidRequestError: the storage type of the weights is unknown.
@@ -267,7 +268,7 @@ def cost_shape(shape: DecoderShape, dtype: str, kv_head_bytes: float) -> ModelSh
     b = shape.blueprint
     parameters = shape.parameters
     nbytes = weight_bytes(shape, dtype)
-    if not b.shared_kv_layers:  # Of one layer's half, the formulas do without.
+    if not b.shared_kv_layers:  # The formulas do not cover half of one layer.
         parameters, nbytes = (replace(s, tail=0, tail_experts=0) for s in (parameters, nbytes))
     return make_shape(b, parameters, nbytes, round(b.kv_bytes(lambda dim: kv_head_bytes)))
 
@@ -319,7 +320,7 @@ def estimate(
 
 
 def warnings(result: Estimate) -> Iterator[str]:
-    """What does not fit, and what is unknown."""
+    """Warnings about what does not fit, and about unknown figures."""
     shape = result.shape
     hardware = result.hardware
     scenario = result.scenario
@@ -351,7 +352,7 @@ def warnings(result: Estimate) -> Iterator[str]:
 
 
 def assumptions(result: Estimate) -> Iterator[str]:
-    """What the numbers assume."""
+    """The assumptions behind the numbers."""
     shape = result.shape
     hardware = result.hardware
     scenario = result.scenario

@@ -1,6 +1,6 @@
-"""What an estimate is made from: hardware, a request, and how many bytes the weights take.
+"""The inputs of an estimate: hardware, a request, and the bytes of the weights.
 
-Computes no times.
+`estimate.py` computes the times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from twinphase.estimate.shapes import DecoderShape
 from twinphase.models.size import Size
 from twinphase.phases.hardware import Ceilings
 
-# Names of the precisions in Ceilings.
+# Names of the precisions in `Ceilings`.
 _MEASURED_UNITS = {
     "fp32": "float32",
     "bf16": "bfloat16",
@@ -31,11 +31,11 @@ class Hardware:
 
     Attributes:
         kind: "datasheet", "measured here" or "given".
-        peaks: operations per second of one device, by precision; a missing one is unknown.
-        bandwidth: bytes per second of one device; None is unknown, or given by `ceilings`.
+        peaks: operations per second of one device, by precision; missing ones are unknown.
+        bandwidth: bytes per second of one device; None if unknown or given by `ceilings`.
         memory: bytes of one device; None is unknown.
-        devices: devices that share every layer evenly, without cost of communication.
-        ceilings: of this machine; their bandwidth depends on the bytes that a step reads.
+        devices: number of devices that share every layer evenly, without communication costs.
+        ceilings: ceilings of this machine, whose bandwidth depends on the bytes that a step reads.
     """
 
     name: str
@@ -71,13 +71,13 @@ class Scenario:
     """The requests, and the assumed efficiency of the hardware.
 
     Attributes:
-        prompt_tokens: per request, none of them cached.
-        output_tokens: per request; prefill produces the first one.
+        prompt_tokens: prompt tokens per request, none of them cached.
+        output_tokens: output tokens per request; prefill computes the first one.
         batch_size: sequences that decode together, all at the same position.
         units: precision of the linear layers and of attention's two products.
         dtype: storage type of the weights; "" as in the model's file.
-        kv_head_bytes: key and value of one token in one KV head of one layer, 2 d b in the formula;
-            the mean over heads, where layers differ.
+        kv_head_bytes: bytes of the key and value of one token in one KV head of one layer, 2 d b in
+            the formula; the mean over heads if layers differ.
         mfu, mbu: assumed fractions of the peak and of the bandwidth.
         price_per_hour: price of all devices together.
     """
@@ -103,7 +103,7 @@ class Drafting:
     """Assumed speculative decoding.
 
     Attributes:
-        num_tokens: drafted per request and step.
+        num_tokens: drafted tokens per request and step.
         acceptance: probability that a draft is accepted if all before it are.
         seconds: drafting time per step; None is unknown.
     """
@@ -114,7 +114,7 @@ class Drafting:
 
     @property
     def tokens_per_step(self) -> float:
-        """Leviathan et al., 2023, arXiv:2211.17192, equation 1: 1 + a + a^2 + ... + a^k."""
+        """Tokens per step: 1 + a + ... + a^k (Leviathan et al., 2023, arXiv:2211.17192, eq. 1)."""
         return sum(self.acceptance**position for position in range(self.num_tokens + 1))
 
 
@@ -134,8 +134,8 @@ def datasheet_hardware(name: str) -> Hardware:
 def units_for(dtype: str) -> Units:
     """The precision of the arithmetic for a storage type of the weights.
 
-    Weights of 8 bits (with 8-bit activations) and more are multiplied as they are; narrower ones
-    are widened to bf16 first. Attention works in 16 bits or more.
+    Weights of 8 bits (with 8-bit activations) and more are multiplied directly; narrower ones are
+    converted to bf16 first. Attention uses 16 bits or more.
     """
     linear = dtype.lower() if dtype.lower() in ("fp32", "fp16", "bf16", "fp8", "int8") else "bf16"
     linear = {"f32": "fp32", "f16": "fp16"}.get(dtype.lower(), linear)
@@ -144,10 +144,10 @@ def units_for(dtype: str) -> Units:
 
 
 def bytes_per_weight(dtype: str) -> float:
-    """Bytes per weight of "fp16" and the like, or of a GGUF type, its scales included.
+    """Bytes per weight of "fp16" and the like, or of a GGUF type including its scales.
 
     Raises:
-        InvalidRequestError: another name; the message lists all.
+        InvalidRequestError: the name is unknown; the message lists all names.
     """
     if dtype.lower() in DTYPES:
         return DTYPES[dtype.lower()]
@@ -165,7 +165,7 @@ def weight_bytes(shape: DecoderShape, dtype: str) -> Size:
     """Bytes of the weights: as in the file, or with every weight in `dtype`.
 
     Raises:
-        InvalidRequestError: neither `dtype` nor the file has a storage type.
+        InvalidRequestError: neither `dtype` nor the file defines a storage type.
     """
     if not dtype and shape.stored is not None:
         return shape.stored

@@ -29,7 +29,7 @@ class KnownModel:
 
     @property
     def source(self) -> str:
-        """Title and address of the document."""
+        """The title and the address of the document."""
         return (
             f"config.json of {self.repo}, https://huggingface.co/{self.repo}/blob/main/config.json"
         )
@@ -43,12 +43,12 @@ KNOWN_MODELS = msgspec.convert(
 def read_shape(name: str) -> DecoderShape:
     """The shape of a known model, a GGUF file, a config.json or its folder, or a cached model.
 
-    Nothing is downloaded. For a folder with weights, their bytes are counted.
+    Nothing is downloaded. For a folder with weights, the bytes of the weights are counted.
 
     Raises:
-        ModelNotFoundError: nothing has that name; the message has close matches.
-        CheckpointError: a damaged file, or one without a field, which the message names.
-        UnsupportedModelError: an architecture whose shape is not known here.
+        ModelNotFoundError: there is no model of that name; the message has close matches.
+        CheckpointError: the file is damaged or lacks a field; the message names it.
+        UnsupportedModelError: the architecture is not supported.
     """
     by_repo = {known.repo.lower(): key for key, known in KNOWN_MODELS.items()}
     key = by_repo.get(name.lower().removeprefix("hf:"), name.lower())
@@ -69,7 +69,7 @@ def read_shape(name: str) -> DecoderShape:
                 if path.suffix.lower() == ".json"
                 else from_model(path, name)
             )
-    except (OSError, ValueError):  # Too long for a path, or with a null byte.
+    except (OSError, ValueError):  # The text is too long for a path, or contains a null byte.
         pass
     return _from_cache(name)
 

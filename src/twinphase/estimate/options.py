@@ -1,4 +1,4 @@
-"""What a user can say about an estimate: one declaration per option of the command."""
+"""The options of an estimate: one declaration per option of the command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from twinphase.settings import check_settings, setting
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
-# Bytes per value. Real 4-bit formats keep scales too: GGUF's types count them, "int4" does not.
+# Bytes per value. Real 4-bit formats also store scales: GGUF's types include them, "int4" does not.
 DTYPES: Mapping[str, float] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
 MAX_TOKENS = 10**9
 

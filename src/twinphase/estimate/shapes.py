@@ -31,10 +31,10 @@ class DecoderShape:
 
     Attributes:
         name: as the user gave it.
-        source: where its numbers come from.
+        source: origin of its numbers.
         blueprint: structure of the model.
         dtype: storage type of the weights: "fp16", "bf16", "fp32" or a GGUF type; "" is unknown.
-        stored: bytes of its tensors; None for a configuration without weights.
+        stored: bytes of the tensors; None for a configuration without weights.
     """
 
     name: str
@@ -49,7 +49,7 @@ class DecoderShape:
 
     @property
     def linear_parameters(self) -> int:
-        """P: weights of the layers' matrices that one row uses, its own experts included."""
+        """P: weights of the layers' matrices that one row uses, including its own experts."""
         return self.parameters.linear(self.blueprint.experts)
 
     @property
@@ -64,24 +64,24 @@ class DecoderShape:
 
 
 def read_config(path: Path, name: str) -> DecoderShape:
-    """The shape that a config.json file gives; raises as `from_hf_config` does."""
+    """The shape in a config.json file; raises as `from_hf_config` does."""
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}.", CONFIG_FIX) from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object.", CONFIG_FIX)
-    if isinstance(config.get("text_config"), dict):  # Of a multimodal model.
+    if isinstance(config.get("text_config"), dict):  # This is a multimodal model.
         config |= config["text_config"]
     return from_hf_config(config, name, str(path))
 
 
 def from_hf_config(config: Mapping[str, Any], name: str, source: str) -> DecoderShape:
-    """The shape that the fields of a config.json give.
+    """The shape in the fields of a config.json.
 
     Raises:
-        CheckpointError: a field is missing or absurd; the message names it.
-        UnsupportedModelError: an architecture or a feature that is not known.
+        CheckpointError: a field is missing or has an impossible value; the message names it.
+        UnsupportedModelError: the architecture or a feature is not supported.
     """
     blueprint = describe(Config(config, gguf_architecture(config.get("model_type"), name), name))
     dtype = config.get("dtype") or config.get("torch_dtype")
@@ -90,7 +90,7 @@ def from_hf_config(config: Mapping[str, Any], name: str, source: str) -> Decoder
 
 
 def from_model(path: Path, name: str) -> DecoderShape:
-    """The shape of a GGUF file or a folder with weights, by its headers.
+    """The shape of a GGUF file or a folder with weights, from its headers.
 
     Raises:
         TwinphaseError: as `open_model` and `read_blueprint`.

@@ -1,9 +1,9 @@
-"""BERT, the encoder of most small embedding models: every token sees every other.
+"""BERT, the encoder of most small embedding models, with bidirectional attention.
 
-Learned positions and token types are added to the words; each half of a layer is followed by
-LayerNorm (Devlin et al., 2018). The last layer's rows are pooled to one vector of length 1; or, in
-a cross-encoder, a head turns the first row of a pair of texts into a score (Nogueira and Cho,
-2019). Not for decoders, whose embeddings are their last hidden state (`decoder.py`).
+Learned positions and token types are added to the word embeddings; LayerNorm follows each half of a
+layer (Devlin et al., 2018). The last layer's rows are pooled to one vector of length 1, or, in a
+cross-encoder, a head computes a score from the first row of a pair of texts (Nogueira and Cho,
+2019). Embeddings by decoders are their last hidden state (`decoder.py`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ GELU = ("gelu", "gelu_python")
 
 @dataclass(frozen=True)
 class BertShape:
-    """What differs between BERT models.
+    """The differences between BERT models.
 
     Attributes:
-        context_length: tokens of the longest text.
-        first_position: rows of the position table before that of a text's first token: RoBERTa's
-            padding, which a GGUF file leaves out.
-        token_types: rows of the table; the second text of a pair is of type 1, if there is one,
-            all else of type 0.
-        pooling: "mean", "cls" or "last", as the model was trained; "rank" of a cross-encoder.
+        context_length: maximum tokens of a text.
+        first_position: row of the position table for a text's first token; earlier rows are
+            RoBERTa's padding, which a GGUF file omits.
+        token_types: rows of the type table; the second text of a pair has type 1 if it exists, all
+            other text has type 0.
+        pooling: "mean", "cls" or "last", as the model was trained; "rank" for a cross-encoder.
     """
 
     hidden_size: int
@@ -50,12 +50,12 @@ class BertShape:
 
 
 def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
-    """What the model is made of, once its tensors are known to be right.
+    """Read the shape of a model, and check its tensors.
 
     Raises:
-        UnsupportedModelError: a feature that is not implemented, or a tensor that would be ignored;
-            it is named.
-        CheckpointError: a hyper-parameter or tensor is missing or wrong; it is named.
+        UnsupportedModelError: a feature is not implemented, or a tensor would be ignored; the
+            message names it.
+        CheckpointError: a hyper-parameter or tensor is missing or wrong; the message names it.
     """
     config = Config.of(checkpoint)
     fields = config.fields
@@ -97,7 +97,7 @@ def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
 
 
 def _check_head(checkpoint: Checkpoint, config: Config) -> None:
-    """Refuse a head that gives something else than one score."""
+    """Refuse a head that does not compute exactly one score."""
     is_raw_score(checkpoint)
     if HEAD not in checkpoint.tensors:
         raise UnsupportedModelError(
@@ -144,11 +144,11 @@ class Bert:
     """Weights on a backend, and the forward pass of several texts.
 
     Attributes:
-        size: of a vector; 1 of a score.
+        size: size of a vector; 1 for a score.
     """
 
     def __init__(self, checkpoint: Checkpoint, shape: BertShape, backend: EncoderBackend) -> None:
-        """Load every tensor; `shape` is that of `read_bert_shape`."""
+        """Load every tensor; `shape` is from `read_bert_shape`."""
         self.shape = shape
         self.size = 1 if shape.pooling == "rank" else shape.hidden_size
         self._backend = backend
@@ -164,16 +164,16 @@ class Bert:
     def embed(
         self, texts: Sequence[Sequence[int]], pooling: str, starts: Sequence[int] = ()
     ) -> list[Array]:
-        """The vector of each text, float32 [hidden_size], of length 1; by "rank" that of a pair.
+        """The vector of each text, float32 [hidden_size], of length 1; for "rank", pairs' scores.
 
-        A pair's is its score, float32 [1], before any activation; `starts` says where its second
-        text begins. Each text has at least one token, and at most `context_length`.
+        A score is float32 [1], before any activation; `starts` are the starts of the pairs' second
+        texts. Each text has from 1 to `context_length` tokens.
         """
         backend = self._backend
         weights = self._weights
         lengths = [len(text) for text in texts]
         padding = self._padding(sum(lengths))
-        types = [0]  # of all rows
+        types = [0]  # Token types of all rows.
         if starts and self.shape.token_types > 1:
             types = [
                 int(at >= start)
@@ -183,7 +183,8 @@ class Bert:
         token_ids = [token_id for text in texts for token_id in text] + padding
         first = self.shape.first_position
         positions = [first + at for length in lengths for at in range(length)] + padding
-        x = backend.rows(weights["token_embd.weight"], token_ids)  # [rows, hidden_size]
+        # The shape is [rows, hidden_size].
+        x = backend.rows(weights["token_embd.weight"], token_ids)
         x = backend.add(x, backend.rows(weights["token_types.weight"], types))
         x = backend.add(x, backend.rows(weights["position_embd.weight"], positions))
         x = self._norm(x, "token_embd_norm")
@@ -192,7 +193,7 @@ class Bert:
         return self._scores(x, lengths) if pooling == "rank" else backend.pool(x, pooling, lengths)
 
     def _scores(self, x: Array, lengths: Sequence[int]) -> list[Array]:
-        """The head of each text's first row: a linear layer, tanh, and a linear layer."""
+        """Apply the head to each text's first row: a linear layer, tanh, and a linear layer."""
         backend = self._backend
         firsts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
         x = backend.rows(x, firsts + self._padding(len(firsts)))
@@ -200,7 +201,7 @@ class Bert:
         return [x[number] for number in range(len(lengths))]
 
     def _padding(self, num_rows: int) -> list[int]:
-        """Further rows or indices, so that the backend can compute the whole."""
+        """Padding rows or indices, up to a multiple of the backend's `row_multiple`."""
         return [0] * (-num_rows % self._backend.row_multiple)
 
     def _layer(self, x: Array, prefix: str, lengths: Sequence[int]) -> Array:

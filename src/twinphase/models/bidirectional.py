@@ -1,7 +1,7 @@
-"""EmbeddingGemma (Vera et al., 2025): Gemma 3 whose tokens all see each other, as an encoder.
+"""EmbeddingGemma (Vera et al., 2025): Gemma 3 with bidirectional attention, as an encoder.
 
-A window reaches half of its width to either side. The mean of the last layer's rows goes through
-linear layers, whose matrices a folder has beside the model's, and becomes a vector of length 1.
+A window extends half of its width to either side. The mean of the last layer's rows passes through
+linear layers, whose matrices are in subfolders, and is scaled to a vector of length 1.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ IDENTITY = "torch.nn.modules.linear.Identity"
 
 
 def read_bidirectional(checkpoint: Checkpoint) -> Blueprint:
-    """What the model is made of, once its tensors are known to be right.
+    """Read the blueprint of a model, and check its tensors.
 
     Raises:
-        UnsupportedModelError: a feature that is not implemented, or a tensor that would be ignored;
-            it is named.
-        CheckpointError: a hyper-parameter or tensor is missing or wrong; it is named.
+        UnsupportedModelError: a feature is not implemented, or a tensor would be ignored; the
+            message names it.
+        CheckpointError: a hyper-parameter or tensor is missing or wrong; the message names it.
     """
     config = Config.of(checkpoint)
     blueprint = gemma3.describe(config)
@@ -44,13 +44,13 @@ class BidirectionalDecoder:
     """Weights on a backend, and the forward pass of several texts.
 
     Attributes:
-        size: of a vector.
+        size: size of a vector.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, blueprint: Blueprint, backend: EncoderBackend
     ) -> None:
-        """Load every tensor; `blueprint` is that of `read_bidirectional`."""
+        """Load every tensor; `blueprint` is from `read_bidirectional`."""
         self.blueprint = blueprint
         self._backend = backend
         self._embedding = backend.table(checkpoint, "token_embd.weight")
@@ -75,23 +75,23 @@ class BidirectionalDecoder:
     def embed(
         self, texts: Sequence[Sequence[int]], pooling: str, starts: Sequence[int] = ()
     ) -> list[Array]:
-        """The vector of each text, float32 [size], of length 1; pairs are not scored.
+        """The vector of each text, float32 [size], of length 1; pairs cannot be scored.
 
-        Each has at least one token, and at most the blueprint's `context_length`.
+        Each text has from 1 to the blueprint's `context_length` tokens.
         """
         backend = self._backend
         lengths = [len(text) for text in texts]
         padding = [0] * (-sum(lengths) % backend.row_multiple)
         token_ids = [token_id for text in texts for token_id in text] + padding
         positions = [at for length in lengths for at in range(length)] + padding
-        x = backend.rows(self._embedding, token_ids)  # [rows, hidden_size]
+        x = backend.rows(self._embedding, token_ids)  # The shape is [rows, hidden_size].
         x = backend.scale(x, self.blueprint.embedding_scale)
         for index in range(self.blueprint.num_layers):
             x = self._layer(x, index, positions, lengths)
         vectors = backend.pool(self._norm(x, "output_norm"), pooling, lengths)
         if not self._dense:
             return vectors
-        # Scaling a row before linear layers without biases changes no direction.
+        # Linear layers without biases do not change the direction of a scaled row.
         x = backend.stack(vectors)
         for weight in self._dense:
             x = backend.linear(x, weight, None)
@@ -130,12 +130,12 @@ class BidirectionalDecoder:
         return self._backend.linear(x, self._weights[f"{name}.weight"], None)
 
     def _norm(self, x: Array, name: str) -> Array:
-        """RMSNorm of each row, or of each head of it, which the weight's width decides."""
+        """RMSNorm of each row, or of each head, depending on the weight's width."""
         return self._backend.rms_norm(x, self._weights[f"{name}.weight"], self.blueprint.norm_eps)
 
 
 def _dense_layers(checkpoint: Checkpoint, backend: EncoderBackend) -> list[Array]:
-    """The matrices after pooling, [outputs, inputs] each, as sentence-transformers numbers them."""
+    """The matrices after pooling, [outputs, inputs], in sentence-transformers' order."""
     if checkpoint.config is None:
         names = [name for name in DENSE_TENSORS if name in checkpoint.tensors]
         return [backend.matrix(checkpoint, name) for name in names]

@@ -1,4 +1,4 @@
-"""Hyper-parameters of a checkpoint in one vocabulary: Hugging Face's field names.
+"""Reads a checkpoint's hyper-parameters under Hugging Face's field names.
 
 A GGUF file's metadata is translated, so that `architectures/` describes each model once.
 """
@@ -13,12 +13,12 @@ from twinphase.errors import CheckpointError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
-# No model comes near these in any integer field, so a larger number is a damaged file.
+# No model comes close to this in any integer field, so a larger number means a damaged file.
 MAX_INTEGER = 1 << 24
 MAX_LAYERS = 10_000
 FIX = "Convert or fetch the model again."
 NEXT_TOKEN = ".nextn.eh_proj.weight"
-# GGUF's keys after the architecture's prefix (gguf.constants), and the field each stands for.
+# GGUF's keys after the architecture's prefix (gguf.constants), and the corresponding field.
 GGUF_FIELDS = {
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -76,17 +76,16 @@ GGUF_SCALING_FIELDS = {
 
 @dataclass(frozen=True)
 class Config:
-    """Typed reads of hyper-parameters; each failure names the field and the model.
+    """Typed access to hyper-parameters; each error names the field and the model.
 
     Attributes:
-        architecture: by GGUF's name.
-        name: of the model in messages.
-        is_gguf: whether the checkpoint is a GGUF file, for the few things that its converter
-            changes.
+        architecture: GGUF's name of the architecture.
+        name: name of the model in messages.
+        is_gguf: whether the checkpoint is a GGUF file, whose converter changes some values.
         tensors: values of small tensors that carry hyper-parameters (RoPE factors in GGUF), by
             name.
-        max_positions: tokens of the longest sequence of this engine; None is the model's own limit.
-        part: what the fields are, for messages.
+        max_positions: maximum tokens of a sequence in this engine; None is the model's own limit.
+        part: description of the fields for messages.
     """
 
     fields: Mapping[str, Any]
@@ -102,7 +101,7 @@ class Config:
         """The hyper-parameters of an open checkpoint.
 
         Raises:
-            CheckpointError: no token embedding, or a field that is absurd.
+            CheckpointError: there is no token embedding, or a field has an impossible value.
         """
         shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
         embedding = shapes.get("token_embd.weight", ())
@@ -112,21 +111,21 @@ class Config:
         name = checkpoint.path.name
         if checkpoint.config is not None:
             fields = dict(checkpoint.config)
-            # A folder without a head of its own is tied, despite the default of its class.
+            # A folder without its own head is tied, despite the default of its class.
             fields.setdefault("tie_word_embeddings", "output.weight" not in shapes)
             if fields.get("tied_without_head") and "output.weight" not in shapes:
                 fields["tie_word_embeddings"] = True
-            # A folder may name layers for further tokens and have none.
+            # A folder may declare MTP layers and have none.
             fields["nextn_predict_layers"] = sum(name.endswith(NEXT_TOKEN) for name in shapes)
             return cls(fields, arch, name, max_positions=max_positions)
         fields = _gguf_fields(checkpoint)
         fields |= {"vocab_size": embedding[0], "tie_word_embeddings": "output.weight" not in shapes}
-        # GGUF says these by the tensors alone.
+        # In GGUF only the tensors show these.
         fields["qkv_bias"] = "blk.0.attn_q.bias" in shapes
         fields["use_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in shapes)
         fields["mamba_rms_norm"] = "blk.0.ssm_norm.weight" in shapes
         fields["fused_experts"] = "blk.0.ffn_gate_up_exps.weight" in shapes
-        # Keys are values, too, where a layer has no projection of them.
+        # In a layer without a value projection, keys are also the values.
         keys = [name for name in shapes if name.endswith(".attn_k.weight")]
         fields["attention_k_eq_v"] = any(k.replace("attn_k", "attn_v") not in shapes for k in keys)
         tensors = {
@@ -135,7 +134,7 @@ class Config:
         return cls(fields, arch, name, is_gguf=True, tensors=tensors, max_positions=max_positions)
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least`; `default`, if given, where it is missing or null."""
+        """An integer of at least `least`; `default`, if given, replaces a missing or null field."""
         value: Any = self.fields.get(name)
         if value is None and default is not None:
             return default
@@ -145,7 +144,7 @@ class Config:
         return value
 
     def real(self, name: str, default: float | None = None) -> float:
-        """A positive number; `default`, if there is one, where the field is missing or null."""
+        """A positive number; `default`, if given, replaces a missing or null field."""
         value: Any = self.fields.get(name)
         if value is None and default is not None:
             return default
@@ -154,7 +153,7 @@ class Config:
         return float(value)
 
     def reals(self, name: str, count: int) -> list[float]:
-        """Positive numbers; ones where the field is missing or null."""
+        """Positive numbers; ones if the field is missing or null."""
         values = self.sequence(name, count) or [1.0] * count
         return [replace(self, fields={name: value}).real(name) for value in values]
 
@@ -167,21 +166,21 @@ class Config:
         return value
 
     def table(self, name: str) -> Mapping[str, Any]:
-        """An object of the configuration; empty where it is missing or null."""
+        """An object of the configuration; empty if it is missing or null."""
         value = self.fields.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise self._wrong(name, value)
         return value or {}
 
     def sequence(self, name: str, length: int) -> list[Any] | None:
-        """A list of at least `length` entries, cut there; None where it is missing or null."""
+        """The first `length` entries of a list; None if it is missing or null."""
         value = self.fields.get(name)
         if value is not None and (not isinstance(value, list) or len(value) < length):
             raise self._wrong(name, value)
         return None if value is None else value[:length]
 
     def called(self, name: str) -> str:
-        """The field by the name that the checkpoint's own format has for it."""
+        """The name of the field in the checkpoint's own format."""
         key = next((key for key, field in GGUF_FIELDS.items() if field == name), None)
         return f"{self.architecture}.{key}" if key and self.is_gguf else name
 
@@ -207,7 +206,7 @@ def _gguf_fields(checkpoint: Checkpoint) -> dict[str, Any]:
     pattern = fields.get("sliding_window_pattern")
     fields = {name: _single(value) for name, value in fields.items()}
     if isinstance(pattern, list):
-        # The list says for each layer whether it has the window.
+        # The list states for each layer whether it has the window.
         del fields["sliding_window_pattern"]
         fields["layer_types"] = [
             "sliding_attention" if has_window else "full_attention" for has_window in pattern
@@ -223,7 +222,7 @@ def _gguf_fields(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _single(value: Any) -> Any:
-    """A number that is given by layer and is the same in all layers."""
+    """A single number for values by layer that are all equal."""
     same = isinstance(value, list) and value and value[1:] == value[:-1]
     return value[0] if same else value
 

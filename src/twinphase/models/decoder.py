@@ -1,7 +1,7 @@
 """The forward pass of every decoder, over the `Backend` protocol and directed by a `Blueprint`.
 
-A layer is two halves, attention and feed-forward, each added to what came in. Read it as Llama
-first: a norm before each half, nothing else that a blueprint may ask for.
+A layer consists of two halves, attention and feed-forward, each with a residual connection. It is
+easiest to read as Llama first: a norm before each half, and none of the blueprint's options.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from twinphase.weights.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class StateWeights:
-    """What a delta rule or a state space has beside its convolution and projections.
+    """Weights of a delta rule or a state space besides its convolution and projections.
 
     Attributes:
-        gate: of the result.
-        steps: of a delta rule alpha and beta, of a state space the steps alone.
-        skip: of a state space, what each head's values are multiplied by and added.
+        gate: projection to the gate of the result.
+        steps: projection to alpha and beta of a delta rule, or to the steps of a state space.
+        skip: factors of each head's values in the skip connection of a state space.
     """
 
     gate: Array
@@ -47,12 +47,12 @@ class StateWeights:
 
 @dataclass(frozen=True)
 class LayerEmbedding:
-    """The embedding whose parts the layers add, or what one layer has of it.
+    """The per-layer embedding of all layers, or one layer's part of it.
 
     Attributes:
-        table: rows of all layers' parts.
-        projection: of the hidden state, to all layers' parts; or of a layer's part, back.
-        gate: of one layer.
+        table: embedding rows with the parts of all layers.
+        projection: from the hidden state to the parts of all layers, or back from one layer's part.
+        gate: gate of one layer.
     """
 
     projection: Array
@@ -63,7 +63,7 @@ class LayerEmbedding:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """The expert of a mixture that every row goes through, and the weights of its gate, if any."""
+    """The expert of a mixture that all rows use, and the weights of its gate, if any."""
 
     gate_up: Array
     down: Array
@@ -72,13 +72,13 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class Mixer:
-    """Weights of attention or of a recurrence; None for what the blueprint does not have.
+    """Weights of attention or of a recurrence; None for parts that the blueprint does not have.
 
     Attributes:
-        place: of the layer, or of the one whose KV it attends to, among those that cache KV; of a
-            recurrence among those that keep a state.
-        qkv, output: projections into it and out of it.
-        scale: of what it adds.
+        place: index among the layers that cache KV of this layer, or of the one whose KV it attends
+            to; for a recurrence, index among the layers with a state.
+        qkv, output: input and output projections.
+        scale: factor of the output that is added.
     """
 
     place: int
@@ -97,10 +97,10 @@ class Mixer:
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of one layer; None for what the blueprint does not have.
+    """Weights of one layer; None for parts that the blueprint does not have.
 
     Attributes:
-        mixers: attention, a recurrence, or both, which then read the same rows.
+        mixers: attention, a recurrence, or both of them on the same rows.
     """
 
     attn_norm: Array | None
@@ -124,9 +124,9 @@ class Decoder:
     """Weights on one backend, and the forward pass of a step.
 
     Attributes:
-        kept: layers whose inputs the backend keeps (`Backend.kept`), ascending; `num_layers` stands
-            for the input of the head, and `num_layers` + 1 for what it would be in all rows. Set
-            before the first step.
+        kept: indices of layers whose inputs the backend keeps (`Backend.kept`), ascending;
+            `num_layers` stands for the input of the head in rows with logits, and `num_layers` + 1
+            for it in all rows. Must be set before the first step.
     """
 
     kept: tuple[int, ...] = ()
@@ -139,9 +139,9 @@ class Decoder:
         max_positions: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Load every tensor onto `backend`; positions stay below `max_positions`.
+        """Load every tensor onto `backend`; `max_positions` limits positions.
 
-        `progress` counts layers.
+        `progress` is called with (done, total) layers.
         """
         self.blueprint = blueprint
         checkpoint = multiplied(taken_apart(checkpoint, blueprint), blueprint)
@@ -189,8 +189,8 @@ class Decoder:
         blueprint = self.blueprint
         x = self.first_rows(backend)
         parts = self._layer_embeddings(backend, x)
-        # After the last layer that writes KV or a state, rows are independent: compute only those
-        # whose logits are wanted, once no layer has to keep the others.
+        # After the last layer that writes KV or a state, rows are independent. From there on, only
+        # rows with logits are computed, unless a later layer's input must be kept.
         whole = [layer for layer in self.kept if layer < blueprint.num_layers]
         last = max(blueprint.last_writer, *whole) if whole else blueprint.last_writer
         all_rows = blueprint.num_layers + 1 in self.kept
@@ -223,7 +223,7 @@ class Decoder:
         return backend.embed(self.embedding, self.blueprint.embedding_scale)
 
     def _mix(self, backend: Operations, x: Array, index: int, mixer: Mixer) -> Array:
-        """What attention or a recurrence makes of the rows of each sequence."""
+        """The output of attention or of a recurrence for the rows of each sequence."""
         qkv = backend.linear(x, mixer.qkv, bias=mixer.qkv_bias)
         place = mixer.place
         if mixer.states is not None:
@@ -252,7 +252,7 @@ class Decoder:
         values = backend.state_space(qkv, steps, conv, weights, mixer.place)
         if own.norm is None:
             return backend.gather(backend.gate_mul(gate, values), span)
-        # The norm is over a group of heads: every rank takes that of the whole.
+        # The norm is over a group of heads, so every rank computes that of the whole group.
         return backend.gate_norm(
             backend.gather(values, span), own.norm, backend.gather(gate, span), eps
         )
@@ -260,8 +260,8 @@ class Decoder:
     def _layer_embeddings(self, backend: Operations, x: Array) -> Array | None:
         """(e + rms_norm(projection of x / sqrt(hidden_size))) / sqrt(2), of all layers' parts.
 
-        e are rows of the table, times the square root of a part's width. A norm of rows that were
-        scaled before is one with another epsilon.
+        e are rows of the table, times the square root of a part's width. A norm of scaled rows
+        equals a norm with another epsilon.
         """
         if self.layer_embedding is None:
             return None
@@ -273,7 +273,7 @@ class Decoder:
         return backend.add_norm(rows, h, self.layer_embedding.norm, eps, scale=math.sqrt(0.5))
 
     def _add_embedding(self, backend: Operations, x: Array, parts: Array, index: int) -> Array:
-        """x plus what a layer makes of its part of the embedding."""
+        """Add a layer's output for its part of the embedding to x."""
         layer = self.layers[index]
         assert layer.embedding is not None
         first = index * self.blueprint.layer_embedding_size
@@ -283,7 +283,7 @@ class Decoder:
         return backend.add_norm(x, h, layer.embedding.norm, eps, factor=layer.scale)
 
     def _feed_forward(self, backend: Operations, x: Array, index: int, layer: Layer) -> Array:
-        """x plus the second half of a layer."""
+        """Add the second half of a layer to x."""
         blueprint = self.blueprint
         experts = blueprint.experts_of(index)
         h = self._norm(backend, x, layer.ffn_norm)
@@ -291,7 +291,7 @@ class Decoder:
             h = backend.linear(h, layer.gate_up, bias=layer.gate_up_bias)
             h = backend.gate_mul(h) if blueprint.ffn_gate else backend.gate_mul(h, h)
             h = backend.gather(h, blueprint.span("ffn", index))
-            # A layer ends here, or with its embedding.
+            # The layer ends here, or with its embedding.
             factor = layer.scale if layer.embedding is None else None
             weights = (layer.down, layer.down_bias, layer.ffn_post_norm)
             return self._add(backend, x, h, weights, blueprint.multipliers.ffn, factor=factor)
@@ -326,9 +326,9 @@ class Decoder:
         *,
         factor: Array | None = None,
     ) -> Array:
-        """x plus the last linear layer of a half; one operation if nothing is between them.
+        """Add the last linear layer of a half to x, in one operation if nothing comes in between.
 
-        `weights` are those of the layer, its bias, and a norm of its result.
+        `weights` are the weights of the linear layer, its bias, and a norm of its result.
         """
         weight, bias, post_norm = weights
         scale *= self.blueprint.residual_scale

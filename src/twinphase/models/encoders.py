@@ -1,4 +1,4 @@
-"""From a checkpoint to an encoder on a backend, whichever kind it is."""
+"""Loads an encoder of any kind from a checkpoint onto a backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from twinphase.weights.checkpoint import Checkpoint
 
 
 def read_encoder(checkpoint: Checkpoint) -> BertShape | Blueprint:
-    """What an encoder is made of; raises as `read_bert_shape` and `read_bidirectional`."""
+    """The shape of an encoder; raises as `read_bert_shape` and `read_bidirectional`."""
     bert = checkpoint.architecture == "bert"
     return read_bert_shape(checkpoint) if bert else read_bidirectional(checkpoint)
 
@@ -18,7 +18,7 @@ def read_encoder(checkpoint: Checkpoint) -> BertShape | Blueprint:
 def load_encoder(
     checkpoint: Checkpoint, shape: BertShape | Blueprint, backend: EncoderBackend
 ) -> Bert | BidirectionalDecoder:
-    """Load every tensor; `shape` is that of `read_encoder`."""
+    """Load every tensor; `shape` is from `read_encoder`."""
     if isinstance(shape, BertShape):
         return Bert(checkpoint, shape, backend)
     return BidirectionalDecoder(checkpoint, shape, backend)

@@ -1,4 +1,4 @@
-"""A Llama as a configuration describes it; each file of `architectures/` names the differences."""
+"""Describes a Llama from a configuration; files of `architectures/` add their differences."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX, Config
 from twinphase.models.rope import make_rope
 
-# GGUF's number for the sigmoid of a router's logits (gguf.ExpertGatingFuncType).
+# GGUF's number for a sigmoid of the router's logits (gguf.ExpertGatingFuncType).
 SIGMOID = 2
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# Model types whose configuration class takes num_key_value_heads for num_attention_heads where it
-# is missing.
+# Model types whose configuration class uses num_attention_heads if num_key_value_heads is missing.
 KV_HEADS_LIKE_HEADS = ("llama", "phi3", "olmo2", "olmo3", "olmoe", "granite", "granitemoehybrid")
 
 
@@ -32,23 +31,24 @@ def llama_like(
     window: int | None = None,
     **differences: Any,
 ) -> Blueprint:
-    """The blueprint of a Llama with the configuration's sizes, and `differences` of fields by name.
+    """The blueprint of a Llama with the configuration's sizes and with `differences`.
 
     Args:
-        config: of the model.
-        head_dim: the default of the family's configuration class; None is hidden_size /
+        config: configuration of the model.
+        head_dim: default of the family's configuration class; None is hidden_size /
             num_attention_heads.
-        tied: the default of `tie_word_embeddings`.
+        tied: default of `tie_word_embeddings`.
         rope: arguments of `make_rope`.
-        window_rope: those of layers with a window, if they differ.
-        rotates: whether a layer rotates queries and keys, given its index and its window.
-        windowed: which layers have the window, unless the configuration has `layer_types`.
-        window: the default of the family's configuration class for `sliding_window`.
-        differences: fields of `Blueprint`.
+        window_rope: arguments of `make_rope` for layers with a window, if they differ.
+        rotates: returns whether a layer has RoPE, given its index and its window.
+        windowed: returns whether a layer has the window, unless the configuration has
+            `layer_types`.
+        window: default of the family's configuration class for `sliding_window`.
+        differences: other fields of `Blueprint`.
 
     Raises:
-        CheckpointError: a field that is missing or absurd; the message names it.
-        UnsupportedModelError: a feature that is not known; the message names it.
+        CheckpointError: a field is missing or has an impossible value; the message names it.
+        UnsupportedModelError: a feature is not supported; the message names it.
     """
     hidden = config.integer("hidden_size")
     heads = config.integer("num_attention_heads")
@@ -93,7 +93,7 @@ def llama_like(
 
 
 def _check_activation(config: Config, activation: str) -> None:
-    """GGUF names none: there it follows from the architecture."""
+    """Refuse another activation; GGUF has no field for it, so the architecture determines it."""
     named = config.fields.get("hidden_activation") or config.fields.get("hidden_act")
     # Gemma's first files say gelu and mean the tanh form, as their class does.
     known = ("gelu", "gelu_pytorch_tanh", "gelu_new") if activation == "gelu" else ("silu", "swish")
@@ -107,9 +107,9 @@ def _check_activation(config: Config, activation: str) -> None:
 def _windows(
     config: Config, windowed: Callable[[int], bool], default: int | None
 ) -> tuple[int | None, ...]:
-    """Each layer's window: by `layer_types` where they are given, else by the family's rule.
+    """Each layer's window, from `layer_types` if present, or from the family's rule.
 
-    `default` stands in for a `sliding_window` that is not given; null and 0 mean no window.
+    `default` replaces a missing `sliding_window`; null and 0 mean no window.
     """
     layers = config.integer("num_hidden_layers")
     types = config.sequence("layer_types", layers)
@@ -129,14 +129,14 @@ def _windows(
 
 
 def experts(config: Config, size: str, *, renormalize: bool, **differences: Any) -> Experts:
-    """The mixture that a configuration names; `size` is the field of the family's class.
+    """The mixture in a configuration; `size` is the family's field for the experts' width.
 
-    `differences` are further fields of `Experts`.
+    `differences` are other fields of `Experts`.
 
     Raises:
-        UnsupportedModelError: experts in only some layers, or scores of another kind.
+        UnsupportedModelError: only some layers have experts, or their scores are of another kind.
     """
-    # A GGUF file may name the kind; 0 is none.
+    # A GGUF file may name the kind of scores; 0 means none.
     scored = config.fields.get("expert_gating_func") or None
     if scored is not None and (scored == SIGMOID) != (differences.get("scores") == "sigmoid"):
         raise UnsupportedModelError(
@@ -150,8 +150,8 @@ def experts(config: Config, size: str, *, renormalize: bool, **differences: Any)
             "mlp_only_layers).",
             "Use a model with experts in every layer.",
         )
-    # transformers has both names for the count, and has changed which of them a family is saved
-    # with.
+    # transformers has two names for the number of experts, and has changed the one that it saves
+    # for a family.
     counted = "num_experts" if config.fields.get("num_experts") is not None else "num_local_experts"
     mixture = Experts(
         count=config.integer(counted),
@@ -172,7 +172,7 @@ def experts(config: Config, size: str, *, renormalize: bool, **differences: Any)
 
 
 def refuse_biases(config: Config, *names: str) -> None:
-    """Raise UnsupportedModelError if one of these fields gives linear layers biases."""
+    """Raise UnsupportedModelError if one of these fields adds biases to linear layers."""
     for name in names:
         if config.flag(name, False):
             raise UnsupportedModelError(
@@ -182,13 +182,13 @@ def refuse_biases(config: Config, *names: str) -> None:
 
 
 def mamba2(config: Config, values: int, **differences: Any) -> Mamba2:
-    """The state space that a configuration names; a folder's has `values` columns in its result.
+    """The state space in a configuration; a folder's has `values` columns in its result.
 
-    `differences` are further fields of `Mamba2`.
+    `differences` are other fields of `Mamba2`.
 
     Raises:
-        CheckpointError: sizes that are missing or do not divide.
-        UnsupportedModelError: other biases than the usual, or limits of the steps.
+        CheckpointError: sizes are missing or not divisible.
+        UnsupportedModelError: the biases are unusual, or the steps have limits.
     """
     if config.flag("mamba_proj_bias", False) or not config.flag("mamba_conv_bias", True):
         raise UnsupportedModelError(
@@ -197,7 +197,7 @@ def mamba2(config: Config, values: int, **differences: Any) -> Mamba2:
             FIX,
         )
     least, most = config.sequence("time_step_limit", 2) or (0.0, None)
-    # Infinity has several spellings in files, and none is a number of JSON.
+    # Files spell infinity in several ways, and JSON has no number for it.
     if least or (isinstance(most, int | float) and math.isfinite(most)):
         raise UnsupportedModelError(
             f"{config.name} limits the steps of Mamba-2 (time_step_limit).",

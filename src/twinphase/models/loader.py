@@ -1,4 +1,4 @@
-"""From a file or folder to a model on a backend: open, describe, check tensors, load."""
+"""Loads a model onto a backend: opens its files, reads its blueprint, and checks its tensors."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def open_model(path: Path, *, quantization: str = "none", header_only: bool = Fa
     """Open a GGUF file or a Hugging Face folder.
 
     Args:
-        path: of the file or the folder.
-        quantization: of a folder's matrices, one of `config.QUANTIZATIONS`.
-        header_only: no tensor will be read: those of a folder that have to be made are not, and no
-            use is remembered.
+        path: path of the file or the folder.
+        quantization: quantization of a folder's matrices, one of `config.QUANTIZATIONS`.
+        header_only: whether no tensor will be read, so that converted tensors are not made and the
+            use is not recorded.
 
     Raises:
-        InvalidRequestError: a GGUF file, or an encoder, is to be quantized.
-        TwinphaseError: as `open_gguf` and `open_safetensors`, or an architecture that is not known.
+        InvalidRequestError: `quantization` is given for a GGUF file or an encoder.
+        TwinphaseError: as `open_gguf` and `open_safetensors`, or the architecture is not supported.
     """
     if path.is_dir():
         fields = read_folder_config(path)
@@ -61,15 +61,15 @@ def open_model(path: Path, *, quantization: str = "none", header_only: bool = Fa
 
 
 def model_blueprint(name: str) -> Blueprint:
-    """What a model is made of, by its name or path; reads the headers of its files only."""
+    """The blueprint of a model by its name or path; reads only the headers of its files."""
     return read_blueprint(open_model(resolve_model(name), header_only=True))
 
 
 def read_blueprint(checkpoint: Checkpoint, max_positions: int | None = None) -> Blueprint:
-    """What the model is made of, once its architecture and tensors are known to be right.
+    """Read the blueprint of a model, and check its architecture and tensors.
 
-    `max_positions` is the longest sequence it will see, which chooses between LongRoPE's two sets
-    of factors.
+    `max_positions` is the maximum length of a sequence, which selects one of LongRoPE's two sets of
+    factors.
 
     Raises:
         UnsupportedModelError: an encoder, or the architecture or a feature is not implemented; the
@@ -99,10 +99,10 @@ def load_model(
     """Load `checkpoint` onto `backend`, for sequences of up to `max_positions` tokens.
 
     None stands for the model's context. `progress` is called with (done, total) layers; `blueprint`
-    is what `read_blueprint` gave for these positions.
+    is the result of `read_blueprint` for these positions.
 
     Raises:
-        TwinphaseError: as `read_blueprint`, or what the backend cannot compute.
+        TwinphaseError: as `read_blueprint`, or the backend cannot compute the model.
     """
     blueprint = blueprint or read_blueprint(checkpoint, max_positions)
     return Decoder(

@@ -1,8 +1,8 @@
-"""The layer of Qwen3.5 that predicts a further token (MTP), as a model of its own.
+"""Qwen3.5's multi-token prediction layer (MTP), as a model of its own.
 
-A decoder layer with attention: its input joins the target's hidden state at a position, after the
-final norm, and the embedding of the token that follows; its output predicts the token after that.
-Embedding and head are the target's. Not for drafting with it (`speculation/mtp.py`).
+It is a decoder layer with attention. Its input concatenates the target's hidden state at a
+position, after the final norm, and the embedding of the next token; its output predicts the token
+after that. Embedding and head are the target's. `speculation/mtp.py` drafts with it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from twinphase.weights.checkpoint import Checkpoint
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"
 NEXT = "blk.0.nextn."
-# A file may leave it out: it is the target's then.
+# If a file omits it, it is the target's norm.
 NORM = f"{NEXT}shared_head_norm.weight"
 
 
 def mtp_blueprint(target: Blueprint, more_positions: int) -> Blueprint:
-    """What the layer is made of, for drafts that reach `more_positions` beyond the context."""
+    """The layer's blueprint, for drafts that reach `more_positions` beyond the context."""
     attends = next(i for i in range(target.num_layers) if target.attends(i))
     return replace(
         target,
@@ -41,7 +41,7 @@ def mtp_blueprint(target: Blueprint, more_positions: int) -> Blueprint:
 
 
 def mtp_problem(checkpoint: Checkpoint, target: Blueprint) -> str | None:
-    """Why the model cannot draft with such a layer; None if it can."""
+    """Why the model cannot draft with an MTP layer; None if it can."""
     if not target.draft_layers:
         return f"{checkpoint.path.name} has no layer that predicts further tokens (MTP)."
     try:
@@ -53,7 +53,7 @@ def mtp_problem(checkpoint: Checkpoint, target: Blueprint) -> str | None:
 
 
 class MtpHead(Decoder):
-    """The layer on a backend of its own, beside the backend that has the target."""
+    """The layer on its own backend, beside the target's backend."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class MtpHead(Decoder):
         max_positions: int,
         more_positions: int,
     ) -> None:
-        """Load the layer of the target's `checkpoint`, for which there is no `mtp_problem`."""
+        """Load the layer of the target's `checkpoint`, for which `mtp_problem` returns None."""
         whole = target.blueprint.whole
-        # The first of several ranks drafts by itself; of the target's head it has only a share.
+        # The first of several ranks drafts by itself, but has only a share of the target's head.
         view = _layer_alone(checkpoint, whole, with_head=target.blueprint.share is not None)
         blueprint = self.blueprint = mtp_blueprint(whole, more_positions)
         backend.prepare(
@@ -79,7 +79,7 @@ class MtpHead(Decoder):
         self.layer_embedding = None
         self.head = backend.matrix(view, [HEAD]) if HEAD in view.tensors else target.head
         self.layers = [load_layer(view, blueprint, backend, 0)]
-        # Its hidden state, after its norm, is what the next draft starts from.
+        # The next draft starts from the layer's hidden state after its norm.
         self.kept = (1,)
 
         def norm(name: str) -> Array:
@@ -90,7 +90,7 @@ class MtpHead(Decoder):
         self._join = backend.matrix(view, [f"{NEXT}eh_proj.weight"])
 
     def first_rows(self, backend: Operations) -> Array:
-        """Embeddings and the rows that the step brings along, joined."""
+        """Embeddings, concatenated with the hidden states that the step brings."""
         eps = self.blueprint.norm_eps
         embedded = backend.embed(self.embedding, self.blueprint.embedding_scale)
         embedded = backend.rms_norm(embedded, self._norms[0], eps)
@@ -107,7 +107,7 @@ def _tensors(b: Blueprint) -> dict[str, Shape]:
 def _layer_alone(
     checkpoint: Checkpoint, target: Blueprint, *, with_head: bool = False
 ) -> Checkpoint:
-    """The checkpoint with the layer's tensors, as those of layer 0, the embedding and the head."""
+    """The checkpoint with the layer's tensors as those of layer 0, the embedding and the head."""
     prefix = f"blk.{target.num_layers}."
     tensors = {EMBEDDING: checkpoint.tensors[EMBEDDING]}
     if with_head:

@@ -1,7 +1,6 @@
-"""Frequencies of the rotary embedding from a model's configuration, with every kind of scaling.
+"""Computes the frequencies of RoPE from a model's configuration, with every kind of scaling.
 
-The formulas are those of transformers' `modeling_rope_utils.py`; papers are named where they are
-used.
+The formulas are those of transformers' `modeling_rope_utils.py`; each function names its paper.
 """
 
 from __future__ import annotations
@@ -29,24 +28,23 @@ def make_rope(
     interleaved: bool = False,
     **defaults: Any,
 ) -> Rope:
-    """The rotation that a configuration asks for.
+    """The rotation in a configuration.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         head_dim: dimensions of a head.
-        theta: frequency base of a configuration that names none.
-        theta_field: where it is named.
-        layer_type: for models with several, such as "sliding_attention": whose entry in
-            `rope_parameters` counts. Scaling that is not given by layer type holds for
-            "full_attention" alone.
-        permuted_in_gguf: whether GGUF's converter reorders queries and keys so that pairs lie side
-            by side.
-        interleaved: whether the pairs of this architecture lie side by side in both formats.
+        theta: default frequency base.
+        theta_field: field of the frequency base.
+        layer_type: key of `rope_parameters` in models with several layer types, such as
+            "sliding_attention". Scaling without layer types applies only to "full_attention".
+        permuted_in_gguf: whether GGUF's converter reorders queries and keys so that pairs are
+            adjacent.
+        interleaved: whether the pairs of this architecture are adjacent in both formats.
         defaults: for missing fields of the scaling.
 
     Raises:
-        UnsupportedModelError: a scaling that is not known.
-        CheckpointError: a field that is missing or absurd.
+        UnsupportedModelError: the scaling is not supported.
+        CheckpointError: a field is missing or has an impossible value.
     """
     scaling, theta = _scaling(config, theta, theta_field, layer_type, defaults)
     fields = scaling.fields
@@ -71,9 +69,10 @@ def make_rope(
     magnitude = 1.0
     frequencies = plain
     if divisors := config.tensors.get("rope_freqs.weight"):
-        # Llama 3's scaling, worked out by the converter.
+        # These are Llama 3's scaling factors, computed by the converter.
         frequencies = _divided(plain, divisors, config)
-    elif method == "linear":  # position interpolation (Chen et al., 2023, arXiv:2306.15595)
+    # This is position interpolation (Chen et al., 2023, arXiv:2306.15595).
+    elif method == "linear":
         frequencies = [f / scaling.real("factor") for f in plain]
     elif method == "llama3":
         frequencies = _llama3(plain, scaling)
@@ -127,7 +126,7 @@ def _llama3(plain: list[float], scaling: Config) -> list[float]:
     high = scaling.real("high_freq_factor")
     out = []
     for f in plain:
-        turns = original * f / (2 * math.pi)  # over the original context
+        turns = original * f / (2 * math.pi)  # The number of turns over the original context.
         smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
         out.append((1 - smooth) * f / factor + smooth * f)
     return out
@@ -168,9 +167,8 @@ def _yarn(
 def _longrope(plain: list[float], scaling: Config, config: Config) -> tuple[list[float], float]:
     """A divisor for each frequency (Ding et al., 2024, arXiv:2402.13753).
 
-    One set for short and one for long sequences: chosen once, by the longest sequence of this
-    engine, since keys that were rotated by one must not meet queries that were rotated by the
-    other.
+    There is one set for short and one for long sequences. It is chosen once, by the engine's
+    maximum length, because queries and keys must be rotated with the same set.
     """
     length = config.integer("max_position_embeddings")
     field = "original_max_position_embeddings"

@@ -1,9 +1,9 @@
-"""One rank's share of a model: rows of its tensors, and the blueprint of its share.
+"""One rank's share of a model: rows of its tensors, and the share's blueprint.
 
-Every linear layer is divided by its outputs and reads whole rows, so that each output is the sum
-that one rank alone would compute, in the same order: the bits do not depend on the number of ranks.
-Recurrent layers are divided by heads or channels, which never meet. The small matrices of layer
-embeddings (Gemma 4), and an expert that every row goes through, are whole on every rank.
+Every linear layer is divided by its outputs and reads whole input rows, so that each output is the
+same sum in the same order as on a single rank: the bits do not depend on the number of ranks.
+Recurrent layers are divided by heads or channels, which are independent. The small matrices of
+layer embeddings (Gemma 4) and shared experts are whole on every rank.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from twinphase.models.tensors import taken_apart
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.rows import RowsCheckpoint, Runs
 
-Rows = tuple[str, Runs]  # of a tensor, whose name has no ending
+Rows = tuple[str, Runs]  # The name of a tensor without its ending, and rows of it.
 ENDINGS = (".weight", ".bias", "")
-# Channels of a short convolution that kernels take together.
+# Kernels compute this number of channels of a short convolution together.
 CHANNELS_AT_ONCE = 32
 
 
 class _StateHeads(NamedTuple):
-    """A rank's heads of a recurrence: key heads (the first, how many), and runs of value heads."""
+    """A rank's heads of a recurrence: (first, number) of key heads, and runs of value heads."""
 
     keys: tuple[int, int]
     values: Runs
@@ -43,11 +43,11 @@ class _StateHeads(NamedTuple):
 def share_of(
     checkpoint: Checkpoint, blueprint: Blueprint, rank: int, ranks: int
 ) -> tuple[Checkpoint, Blueprint]:
-    """The part of a model that rank `rank` of `ranks` computes; with one rank, the model itself.
+    """The part of a model that rank `rank` of `ranks` computes; with one rank, the whole model.
 
     Raises:
-        InvalidRequestError: more ranks than heads, or than other things to divide; or KV heads that
-            ranks do not divide.
+        InvalidRequestError: there are more ranks than heads or other units to divide, or the KV
+            heads are not divisible by the ranks.
     """
     if ranks == 1:
         return checkpoint, blueprint
@@ -86,7 +86,7 @@ def share_of(
 
 
 def _check(name: str, b: Blueprint, ranks: int) -> None:
-    """Raises InvalidRequestError for a model that this number of ranks does not divide."""
+    """Raise InvalidRequestError if a model cannot be divided among this number of ranks."""
     counts = {"attention heads": b.num_heads}
     if isinstance(b.recurrence, MatrixStates):
         counts["heads in its recurrent layers"] = b.recurrence.value_heads
@@ -114,22 +114,23 @@ def _check(name: str, b: Blueprint, ranks: int) -> None:
 def rank_sizes(
     checkpoint: Checkpoint, blueprint: Blueprint, ranks: int
 ) -> list[tuple[int, Blueprint]]:
-    """Bytes of stored tensors, and the share, of each rank; raises as `share_of` does."""
+    """Bytes of stored tensors and blueprint of each rank's share; raises as `share_of` does."""
     shares = [share_of(checkpoint, blueprint, rank, ranks) for rank in range(ranks)]
     return [(sum(one.nbytes for one in mine.tensors.values()), b) for mine, b in shares]
 
 
 def kv_spans(blueprint: Blueprint, rank: int, ranks: int) -> dict[KVShape, Span]:
-    """The KV heads of a rank in layers of each shape, in the order of the cache's groups."""
+    """A rank's KV heads in layers of each shape, in the order of the cache's groups."""
     shapes = dict.fromkeys(blueprint.kv_shapes)
     return {shape: _kv_span(blueprint, shape.num_heads, rank, ranks) for shape in shapes}
 
 
 def _divide(total: int, units: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
-    """The first of a rank's share of `total` things, and their number, in whole `units`.
+    """The start and the size of a rank's share of `total` items, in whole `units`.
 
-    Units are from the largest to the smallest, multiples of the next. Ranks that exceed the units
-    of one size divide each into those of the next, and have the same one of the smallest.
+    Units are in descending order, each a multiple of the next. If there are more ranks than units
+    of one size, each unit is divided into units of the next size; several ranks may have the same
+    unit of the smallest size.
     """
     unit, *smaller = units
     count = total // unit
@@ -145,7 +146,7 @@ def _divide(total: int, units: Sequence[int], rank: int, ranks: int) -> tuple[in
 
 
 def _query_heads(b: Blueprint, rank: int, ranks: int) -> tuple[int, int]:
-    """A rank's first query head, and the number of its heads.
+    """The start and the number of a rank's query heads.
 
     Query heads of one KV head are split only if there are more ranks than KV heads.
     """
@@ -162,7 +163,7 @@ def _kv_span(b: Blueprint, count: int, rank: int, ranks: int) -> Span:
 
 
 def _columns(heads: Sequence[tuple[int, int]], rank: int, total: int, dim: int) -> Span:
-    """The columns of a rank's heads; `heads` are those of all ranks, the first and how many."""
+    """The columns of a rank's heads; `heads` is (first, number) among the heads of all ranks."""
     first, size = heads[rank]
     return Span(dim * first, dim * size, dim * total, dim, tuple(dim * one for one, _ in heads))
 
@@ -172,7 +173,7 @@ def _ffn(width: int, rank: int, ranks: int) -> Span:
 
 
 def _states(b: Blueprint, rank: int, ranks: int) -> Span | None:
-    """A rank's columns of a recurrence's output."""
+    """The columns of a rank in a recurrence's output."""
     r = b.recurrence
     if r is None:
         return None
@@ -187,19 +188,19 @@ def _states(b: Blueprint, rank: int, ranks: int) -> Span | None:
 
 
 def _state_heads(r: MatrixStates, rank: int, ranks: int) -> _StateHeads:
-    """A rank's heads; the value heads of a key head are split only if ranks exceed key heads."""
+    """A rank's heads; a key head's value heads are split only if ranks exceed key heads."""
     group = r.value_heads // r.key_heads
     first, size = _divide(r.value_heads, [group, 1], rank, ranks)
     keys = first // group, max(1, size // group)
     if not r.tiled:
         return _StateHeads(keys, [(first, size)])
-    # Value head `number` of each key head, for all of them or for some.
+    # Indices of value heads within each key head: all of them, or some.
     numbers = range(first % group, first % group + min(size, group))
     return _StateHeads(keys, [(number * r.key_heads + keys[0], keys[1]) for number in numbers])
 
 
 def _recurrence(b: Blueprint, share: Share) -> ShortConv | DeltaNet | Mamba2 | None:
-    """What a rank has of the recurrence; None where no layer is recurrent."""
+    """A rank's share of the recurrence; None if no layer is recurrent."""
     r = b.recurrence
     if r is None or share.states is None:
         return None
@@ -210,9 +211,9 @@ def _recurrence(b: Blueprint, share: Share) -> ShortConv | DeltaNet | Mamba2 | N
 
 
 def _span(total: int, rank: int, ranks: int, multiples: tuple[tuple[int, int], ...]) -> Span:
-    """A rank's share of `total` columns.
+    """The columns of a rank's share of `total` columns.
 
-    `multiples` are pairs of a unit and a least number of units; the first that fits is used.
+    `multiples` are pairs of a unit and a minimum number of units; the first one that fits is used.
     """
     multiple, units = next(
         (one, -(-total // one)) for one, least in multiples if -(-total // one) >= least
@@ -222,7 +223,7 @@ def _span(total: int, rank: int, ranks: int, multiples: tuple[tuple[int, int], .
 
 
 def _layer_rows(b: Blueprint, share: Share, layer: int) -> Iterator[tuple[str, Rows]]:
-    """(name, rows) of each tensor of a layer that is divided, names without their endings."""
+    """(name, rows) of each divided tensor of a layer; names have no endings."""
     if layer in b.recurrent_layers:
         yield from _recurrent_rows(b, share)
     if b.attends(layer):
@@ -251,7 +252,7 @@ def _attention_rows(b: Blueprint, share: Share, layer: int) -> Iterator[tuple[st
     queries = b.num_heads * dim
     span = share.heads[layer]
     kv = _kv_span(b, shape.num_heads, share.rank, share.ranks)
-    gates = 1 + b.attention_gate  # which follow each head's queries
+    gates = 1 + b.attention_gate  # The gates follow each head's queries.
     rows = {"attn_q": (gates * span.first, gates * span.size)}
     rows |= dict.fromkeys(("attn_k", "attn_v"), (kv.first * dim, kv.size * dim))
     fused_at = {"attn_q": 0, "attn_k": queries, "attn_v": queries + shape.num_heads * dim}
@@ -267,7 +268,7 @@ def _recurrent_rows(b: Blueprint, share: Share) -> Iterator[tuple[str, Rows]]:
     assert r is not None and span is not None
     values = [(first, size) for _, first, size in span.pieces]
     if isinstance(r, ShortConv):
-        # Three matrices lie one below the other in a file's one.
+        # A file stores the three matrices below each other in one.
         parts = [(part * r.channels + first, size) for part in range(3) for first, size in values]
         yield "shortconv.in_proj", ("shortconv.in_proj", parts)
         yield "shortconv.conv", ("shortconv.conv", values)
@@ -287,7 +288,7 @@ def _recurrent_rows(b: Blueprint, share: Share) -> Iterator[tuple[str, Rows]]:
 
 
 def _shared(checkpoint: Checkpoint, b: Blueprint, share: Share) -> Checkpoint:
-    """The tensors of one rank: the embedding is whole, the head always a tensor of its own."""
+    """The tensors of one rank: the embedding is whole, and the head is always a separate tensor."""
     tensors = dict(checkpoint.tensors)
     copied: dict[str, tuple[str, int, Runs]] = {}
     head = "token_embd" if b.tied else "output"
@@ -314,7 +315,7 @@ def _shared(checkpoint: Checkpoint, b: Blueprint, share: Share) -> Checkpoint:
 
 
 def _rows_of(info: TensorInfo, name: str, axis: int, runs: Runs) -> TensorInfo:
-    """Rows of a tensor, or the same rows of every expert; the offset of a copy means nothing."""
+    """Rows of a tensor, or the same rows of every expert; the offset of a copy has no meaning."""
     nbytes = info.nbytes // info.shape[axis]
     size = sum(count for _, count in runs)
     return replace(

@@ -1,6 +1,7 @@
-"""How large a model is, by what uses its tensors: parameters of a blueprint, stored bytes.
+"""Counts a model's parameters and stored bytes by the use of its tensors.
 
-Every count of FLOP and bytes starts from these numbers, and they from the list in `tensors.py`.
+All counts of FLOP and bytes are based on these numbers, which are based on the list in
+`tensors.py`.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from twinphase.models.tensors import LAYER_EMBEDDING, LAYER_PROJECTION, model_te
 from twinphase.weights.checkpoint import Checkpoint
 
 AFTER_ATTENTION = ("attn_output", "shortconv.out_proj", "ssm_out", "ffn_", "inp_gate.", "proj.")
-# Files may give them a second dimension.
+# Endings of vectors, which may have a second dimension in files.
 VECTORS = (".bias", ".ssm_a", ".ssm_d", "norm.weight")
 
 
 @dataclass(frozen=True)
 class Size:
-    """Parameters, or their bytes, by what uses them.
+    """Numbers of parameters, or of their bytes, by use.
 
     Attributes:
-        layers: matrices that every row goes through, of all layers; routers are among them.
+        layers: matrices of all layers that every row uses, including routers.
         experts: matrices of all experts of all layers.
-        head: the output head; the embedding where they are tied.
-        embedding: a row reads one line of it; 0 if it is the head. The layers' own is part of it.
-        other: norms, biases, sinks, and RoPE's factors where a file has them.
-        tail, tail_experts: those of `layers` and `experts` after the attention or recurrence of
-            the last layer that writes KV or a state: only rows whose logits are wanted go through
-            them.
-        expert_biases: those of `other` that belong to experts.
+        head: the output head, or the embedding if they are tied.
+        embedding: the embedding, from which a row reads one line; 0 if it is the head. It includes
+            layer embeddings.
+        other: norms, biases, sinks, and RoPE factors if a file has them.
+        tail, tail_experts: parts of `layers` and `experts` after the attention or recurrence of the
+            last layer that writes KV or a state; only rows with logits use them.
+        expert_biases: part of `other` that belongs to experts.
     """
 
     layers: int = 0
@@ -49,17 +50,17 @@ class Size:
         return self.layers + self.experts + self.head + self.embedding + self.other
 
     def linear(self, experts: Experts | None) -> int:
-        """P of the formulas: what a row uses in the layers, with the experts that it is sent to."""
+        """P of the formulas: parameters that a row uses in the layers, with its own experts."""
         return self.layers + of_one_row(self.experts, experts)
 
     def active(self, experts: Experts | None) -> int:
-        """What a token uses, as model cards count: all but the experts that it is not sent to."""
+        """Parameters that a token uses, as model cards count: without the other experts."""
         chosen = self.experts + self.expert_biases
         return self.total - chosen + of_one_row(chosen, experts)
 
 
 def of_one_row(amount: int, experts: Experts | None) -> int:
-    """The part of all experts' `amount` that one row goes through."""
+    """The part of all experts' `amount` that one row uses."""
     return amount * experts.used // experts.count if experts else 0
 
 
@@ -71,14 +72,14 @@ def count_parameters(blueprint: Blueprint) -> Size:
 
 
 def stored_bytes(checkpoint: Checkpoint, blueprint: Blueprint) -> Size:
-    """Bytes of an open model's tensors, in the precision that they have there."""
+    """Bytes of an open model's tensors, in their stored precision."""
     drafting = tuple(f"blk.{blueprint.num_layers + i}." for i in range(blueprint.draft_layers))
     tensors = [one for one in checkpoint.tensors.values() if not one.name.startswith(drafting)]
     return _add_up(blueprint, ((tensor.name, tensor.shape, tensor.nbytes) for tensor in tensors))
 
 
 def _add_up(blueprint: Blueprint, tensors: Iterable[tuple[str, tuple[int, ...], int]]) -> Size:
-    """The `Size` of (name, shape, amount) of each tensor."""
+    """The `Size` from (name, shape, amount) of each tensor."""
     last = blueprint.last_writer
     after_attention = (
         *(f"blk.{last}.{part}" for part in AFTER_ATTENTION),

@@ -1,6 +1,6 @@
-"""What a model is made for, as its files say: to write text, to embed texts, or to score pairs.
+"""The task of a model according to its files: to generate text, to embed texts, or to score pairs.
 
-Not for what a caller asks it to do (`engine/frontends/checks.py`).
+`engine/frontends/checks.py` checks the task that a caller requests.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from twinphase.models.config import FIX
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.safetensors_header import strict_json
 
-# GGUF's names of architectures that write no text.
+# GGUF's names of architectures that do not generate text.
 ENCODERS = ("bert", "gemma-embedding")
-# GGUF's name of the matrix that gives a reranker's score.
+# GGUF's name of the matrix that computes a reranker's score.
 HEAD = "cls.output.weight"
 # llama.cpp's enum llama_pooling_type, and sentence-transformers' flags in 1_Pooling/config.json.
 # 0 means that the model leaves the choice to its user; "rank" is the score of a reranker.
@@ -28,12 +28,12 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class RerankPrompt:
-    """How a decoder is asked whether a document answers a query.
+    """The prompt that asks a decoder whether a document answers a query.
 
     Attributes:
-        before, after: text around the pair, with control tokens.
-        pair: text of the pair, with the places of {query} and {document}.
-        yes, no: the tokens whose logits, of the next token, are compared.
+        before, after: text around the pair, including control tokens.
+        pair: text of the pair, with the placeholders {query} and {document}.
+        yes, no: tokens whose next-token logits are compared.
     """
 
     before: str
@@ -43,8 +43,8 @@ class RerankPrompt:
     no: str = "no"
 
 
-# By GGUF's name of the architecture. Qwen3-Reranker's is that of its model card (Zhang et al.,
-# 2025, arXiv:2506.05176), with the instruction that it gives as the default.
+# Prompts by GGUF's name of the architecture. Qwen3-Reranker's is from its model card (Zhang et al.,
+# 2025, arXiv:2506.05176), with the default instruction given there.
 RERANK_PROMPTS = {
     "qwen3": RerankPrompt(
         before="<|im_start|>system\nJudge whether the Document meets the requirements based on the "
@@ -58,12 +58,12 @@ RERANK_PROMPTS = {
 
 
 def is_encoder(checkpoint: Checkpoint) -> bool:
-    """Whether every token of the model sees every other, so that it writes no text."""
+    """Whether the model has bidirectional attention, so that it does not generate text."""
     return checkpoint.architecture in ENCODERS
 
 
 def own_task(checkpoint: Checkpoint) -> str:
-    """What the model is made for: "generate", "embed" or "score". Raises as `own_pooling`."""
+    """The model's own task: "generate", "embed" or "score". Raises as `own_pooling`."""
     pooling = own_pooling(checkpoint)
     if pooling == "rank":
         return "score"
@@ -71,13 +71,13 @@ def own_task(checkpoint: Checkpoint) -> str:
 
 
 def own_pooling(checkpoint: Checkpoint) -> str | None:
-    """What becomes of the last layer's rows: "mean", "cls", "last", or "rank" of a reranker.
+    """The pooling of the last layer's rows: "mean", "cls", "last", or "rank" for a reranker.
 
-    It is what the file or sentence-transformers' folder says; None where nothing does, which of an
-    encoder is the mean.
+    It comes from the file or the sentence-transformers folder; None if neither has it, which stands
+    for the mean in an encoder.
 
     Raises:
-        UnsupportedModelError: another pooling.
+        UnsupportedModelError: the pooling is not supported.
     """
     default = "mean" if is_encoder(checkpoint) else None
     name = checkpoint.path.name
@@ -109,10 +109,10 @@ def own_pooling(checkpoint: Checkpoint) -> str | None:
 
 
 def matryoshka_sizes(checkpoint: Checkpoint) -> list[int] | None:
-    """Sizes that the model was trained to have its vectors cut to (Kusupati et al., 2022).
+    """Sizes that the model's vectors may be cut to by training (Kusupati et al., 2022).
 
-    As vLLM reads config.json: those of `matryoshka_dimensions`, or any size, an empty list, where
-    `is_matryoshka` is true; None where neither is there.
+    As in vLLM, they are `matryoshka_dimensions` of config.json, or an empty list (any size) if
+    `is_matryoshka` is true; None if neither field exists.
     """
     config = checkpoint.config or {}
     sizes = config.get("matryoshka_dimensions")
@@ -122,12 +122,12 @@ def matryoshka_sizes(checkpoint: Checkpoint) -> list[int] | None:
 
 
 def is_raw_score(checkpoint: Checkpoint) -> bool:
-    """Whether a reranker's score is what its head gives, and not the sigmoid of that.
+    """Whether a reranker's score is the output of its head without a sigmoid.
 
-    It is the sigmoid unless the config names another function, as sentence-transformers has it.
+    The sigmoid is used unless the config names another function, as in sentence-transformers.
 
     Raises:
-        UnsupportedModelError: another function.
+        UnsupportedModelError: the function is not supported.
     """
     config = checkpoint.config or {}
     settings = config.get("sentence_transformers")
@@ -143,10 +143,10 @@ def is_raw_score(checkpoint: Checkpoint) -> bool:
 
 
 def rerank_prompt(checkpoint: Checkpoint) -> RerankPrompt | None:
-    """The prompt by which a decoder reranks; None where its architecture has none.
+    """The prompt for reranking with a decoder; None if its architecture has none.
 
     Raises:
-        UnsupportedModelError: the file brings another prompt.
+        UnsupportedModelError: the file has another prompt.
     """
     prompt = RERANK_PROMPTS.get(checkpoint.architecture)
     template = checkpoint.metadata.get("tokenizer.chat_template.rerank")

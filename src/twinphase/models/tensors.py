@@ -1,4 +1,4 @@
-"""Which tensors a blueprint's model has, by GGUF name, and their shapes: the only such list."""
+"""The only list of the tensors of a blueprint's model, with GGUF names and shapes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.multiplied import multiplied_tensors
 
 Shape = tuple[int, ...]
-# A row for each token, with as many numbers for each layer: a step reads its tokens' rows alone.
+# It has a row per token, with numbers for each layer; a step reads only the rows of its tokens.
 LAYER_EMBEDDING = "per_layer_token_embd.weight"
 LAYER_PROJECTION = "per_layer_model_proj.weight"
-# By whether the checkpoint stores them as one matrix.
+# Names of the matrices, by whether the checkpoint stores them as one.
 QKV = {False: ("attn_q", "attn_k", "attn_v"), True: ("attn_qkv",)}
 GATE_UP = {False: ("ffn_gate", "ffn_up"), True: ("ffn_up",)}
 SHARED_GATE_UP = {False: ("ffn_gate_shexp", "ffn_up_shexp"), True: ("ffn_up_shexp",)}
 EXPERTS_GATE_UP = {False: ("ffn_gate_exps", "ffn_up_exps"), True: ("ffn_gate_up_exps",)}
-# Tensors from which RoPE's frequencies were computed when the blueprint was made.
+# The blueprint's RoPE frequencies were computed from these tensors.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def layer_tensors(blueprint: Blueprint, layer: int) -> dict[str, Shape]:
-    """Row-major shape of each tensor of a layer, by its name after `blk.N.`."""
+    """The row-major shape of each tensor in a layer, by its name after `blk.N.`."""
     b = blueprint
     shapes = _attention_tensors(b, layer) if b.attends(layer) else {}
     if layer in b.recurrent_layers:
@@ -85,10 +85,10 @@ def _recurrent_tensors(b: Blueprint) -> dict[str, Shape]:
 
 
 def taken_apart(checkpoint: Checkpoint, blueprint: Blueprint) -> Checkpoint:
-    """A checkpoint that has the matrices into Mamba-2 under the names of a delta rule's.
+    """A checkpoint with Mamba-2's input matrices under the names of a delta rule's.
 
-    The file's one matrix has rows of the gate, of what the convolution takes, and of the steps. Its
-    vectors may have a second dimension. No byte is copied.
+    The file's single matrix has rows for the gate, for the convolution's input, and for the steps.
+    Its vectors may have a second dimension. No data is copied.
     """
     r = blueprint.recurrence
     if not isinstance(r, Mamba2):
@@ -115,7 +115,7 @@ def taken_apart(checkpoint: Checkpoint, blueprint: Blueprint) -> Checkpoint:
 
 
 def multiplied(checkpoint: Checkpoint, blueprint: Blueprint) -> Checkpoint:
-    """A checkpoint, taken apart, with the multipliers that belong to small tensors (muP)."""
+    """A checkpoint from `taken_apart`, with muP's multipliers for small tensors."""
     m = blueprint.multipliers
     if m == Multipliers():
         return checkpoint
@@ -137,12 +137,12 @@ def multiplied(checkpoint: Checkpoint, blueprint: Blueprint) -> Checkpoint:
 
 
 def gate_up(b: Blueprint) -> tuple[str, ...]:
-    """The matrices into a feed-forward layer."""
+    """The input matrices of a feed-forward layer."""
     return GATE_UP[b.fused_gate_up] if b.ffn_gate else ("ffn_up",)
 
 
 def attention_projections(b: Blueprint, layer: int) -> tuple[str, ...]:
-    """The matrices into a layer's attention: of queries, keys and values."""
+    """The input matrices of a layer's attention: queries, keys and values."""
     if b.kv_source(layer) != layer:
         return QKV[False][:1]
     return QKV[b.fused_qkv] if b.has_values(layer) else QKV[False][:2]
@@ -226,7 +226,7 @@ def model_tensors(blueprint: Blueprint) -> Iterator[tuple[str, Shape]]:
 
 
 def unused_tensors(blueprint: Blueprint) -> Iterator[str]:
-    """Tensors that files have and the model does not use."""
+    """Tensors that files contain but the model does not use."""
     yield from ROPE_TENSORS
     for i in range(blueprint.num_layers - blueprint.shared_kv_layers, blueprint.num_layers):
         yield from (f"blk.{i}.{name}.weight" for name in ("attn_k", "attn_v", "attn_k_norm"))
@@ -238,8 +238,8 @@ def check_tensors(
     """Check names and row-major shapes before anything is allocated.
 
     Raises:
-        CheckpointError: names the first tensor that is missing or misshapen.
-        UnsupportedModelError: names a tensor that would be ignored.
+        CheckpointError: a tensor is missing or has another shape; the message names the first one.
+        UnsupportedModelError: a tensor would be ignored; the message names it.
     """
     for name in checkpoint.tensors:
         if name not in expected and name not in optional:
@@ -252,6 +252,6 @@ def check_tensors(
         info = checkpoint.tensors.get(name)
         if info is None:
             raise CheckpointError(f"{checkpoint.path.name} has no tensor {name}.", FIX)
-        # GGUF's converter has dropped a first dimension of 1 at times.
+        # GGUF's converter sometimes drops a first dimension of 1.
         if info.shape not in (shape, shape[1:] if shape[:1] == (1,) else shape):
             raise CheckpointError(f"Tensor {name} has shape {info.shape}, expected {shape}.", FIX)

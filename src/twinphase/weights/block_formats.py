@@ -1,8 +1,8 @@
-"""The bits of every storage type: one row per format, from which all decoders follow.
+"""The bits of every storage type, with one table row per format; all decoders use this table.
 
-`quant.py` unpacks tensors by this table in NumPy; the cpu backend derives its packed layouts, the
-packing of matrices and the reading of embedding rows from it. A new format is one row here and its
-type number in `gguf_header.py`, and a kernel where it multiplies in a new way.
+`quant.py` unpacks tensors in NumPy with this table; the cpu backend derives its packed layouts, the
+packing of matrices and the reading of embedding rows from it. A new format needs a row here, its
+type number in `gguf_header.py`, and a kernel if it multiplies in a new way.
 
 A quantized weight is `scale * (q - offset) + minimum`, with a scale and a minimum per group. Where
 codes stand for other numbers (`values`), q is that number. The layouts are those of ggml
@@ -36,29 +36,30 @@ class Plane(NamedTuple):
     first: int = 0
 
     def place(self, number: int) -> tuple[int, int]:
-        """Byte of the block that holds a number, and the lowest bit of the number in that byte."""
+        """The byte of the block that holds a number, and the number's lowest bit in that byte."""
         runs, within = divmod(number + self.first, self.run)
         byte_runs, part = divmod(runs, 8 // self.bits)
         return self.start + byte_runs * self.run + within, self.bits * part
 
 
-# Numbers of a block in equal parts. A part is its planes, from the lowest bits to the highest.
+# Numbers of a block, in parts of equal size. Each part is a tuple of planes, from the lowest bits
+# to the highest.
 Numbers = tuple[tuple[Plane, ...], ...]
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """How one storage type lays out a row.
+    """The layout of a row in one storage type.
 
     Attributes:
         block_size: values in a block; a row is a whole number of blocks.
         group_size: values that share one scale; 0 for the unquantized types.
         codes: the planes of the codes; numbers of 8 bits are signed, here and below.
         offset: subtracted from `q` before scaling.
-        halves: where a block's float16 numbers are: d, and the minimum's where there is one.
-        scales, minima: the small integers of the groups that multiply `halves`, in nested formats.
+        halves: positions of a block's float16 numbers: d, and that of the minimum if it exists.
+        scales, minima: small integers of the groups that multiply `halves`, in nested formats.
         scale_offset: subtracted from `scales`.
-        values: what each code stands for, where that is not the code itself.
+        values: number for each code, if it is not the code itself.
     """
 
     name: str
@@ -83,7 +84,7 @@ class BlockFormat:
 
     @property
     def bits(self) -> int:
-        """Bits of `q`, which is signed where it has 8; 0 for the unquantized types."""
+        """Bits of `q`, which is signed if it has 8 bits; 0 for unquantized types."""
         return 8 if self.values else self.code_bits
 
     @property
@@ -92,12 +93,13 @@ class BlockFormat:
 
     @property
     def power_scales(self) -> bool:
-        """Whether byte 0 is the scale: an exponent of 2, 128 more than it is."""
+        """Whether byte 0 is the scale, as an exponent of 2 plus 128."""
         return self.quantized and not self.halves
 
 
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-# Twice 0, 0.5, 1, 1.5, 2, 3, 4 and 6, which makes them integers; the exponent is one less.
+# The values are doubled to be integers (0, 0.5, 1, 1.5, 2, 3, 4 and 6), and the exponent is reduced
+# by one.
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 # Eight scales and eight minima of 6 bits in the bytes 4 to 15: the first four of each are whole in
@@ -110,7 +112,7 @@ _K_MINIMA = ((Plane(8, 6, 4),), (Plane(12, 4, 4, 4), Plane(8, 2, 4, 12)))
 def _flat(
     name: str, nbytes: int, *codes: Plane, offset: int = 0, minimum: bool = False
 ) -> BlockFormat:
-    """32 values with one scale, and with one minimum in some formats."""
+    """32 values with one scale and, in some formats, one minimum."""
     return BlockFormat(
         name,
         block_size=32,

@@ -1,7 +1,7 @@
-"""A Hugging Face folder's tensors under GGUF's names, by the gguf package's own table.
+"""Renames a Hugging Face folder's tensors to GGUF's names, with the gguf package's own table.
 
-Values stay the folder's: where llama.cpp's converter changes them (rows of q and k for rotation in
-pairs, Gemma's norms with one added), the model knows. Not for experts (experts.py).
+Values are not changed: the model handles what llama.cpp's converter would change (rows of q and k
+for rotation in pairs, 1 added to Gemma's norms). `experts.py` stacks experts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.weights.source import Source
 
-# Prefixes of a text model within a larger one.
+# Prefixes of the text model within a larger model.
 _PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -21,27 +21,27 @@ _PREFIXES = {
     "bert.": "",
     "roberta.": "",
 }
-# The two halves of BERT's cross-encoder head, by the names that RoBERTa has for them. The first is
-# the pooler, which a model without such a head does not use.
+# The two halves of BERT's cross-encoder head, under RoBERTa's names. The first is the pooler, which
+# a model without such a head does not use.
 _HEAD = {"pooler.dense": "classifier.dense", "classifier": "classifier.out_proj"}
-# Depthwise convolutions, whose second dimension is 1 in a folder; GGUF has none.
+# Depthwise convolutions, whose second dimension is 1 in a folder and absent in GGUF.
 _CONVOLUTIONS = ("shortconv.conv.weight", "ssm_conv1d.weight")
 _OTHER_MODALITIES = re.compile(
     r"(model\.)?(vision_tower|vision_model|vision_embedder|visual|audio_tower|multi_modal_projector"
     r"|embed_vision|embed_audio)\."
 )
-# What GGUF has after the names of tensors that have no ending in a folder, if not ".weight".
+# Endings in GGUF, if not ".weight", of tensors without an ending in a folder.
 _ENDINGS = {"ssm_a": "", "ssm_d": "", "exp_probs_b": ".bias"}
 # Names that GGUF's table lacks.
 _RENAMED = {".dt_bias": ".dt_proj.bias"}
-# Granite 4's expert that every token goes through: all that a dense model has.
+# Granite 4's shared expert, which is the whole feed-forward layer of a dense model.
 _DENSE_SHARED = {
     "shared_mlp.input_linear.": "mlp.gate_up_proj.",
     "shared_mlp.output_linear.": "mlp.down_proj.",
 }
 _SHARED_EXPERT = {"shared_mlp.input_linear.": "mlp.shared_expert.up_proj."}
-# A layer that predicts a further token: its own tensors by GGUF's names; the others are those of a
-# layer after the model's.
+# The MTP layer: GGUF's names of its own tensors; the others are named like those of the layer after
+# the last.
 _NEXT_TOKEN = {
     "mtp.fc": "eh_proj",
     "mtp.pre_fc_norm_embedding": "enorm",
@@ -49,8 +49,8 @@ _NEXT_TOKEN = {
     "mtp.norm": "shared_head_norm",
 }
 _WITH_NEXT_TOKEN = ("qwen35", "qwen35moe")
-# Computed from the config, or part of no answer: rotary tables, BERT's position numbers, its pooler
-# and training heads; such layers (mtp) of other architectures, and more than one of them.
+# Tensors that are computed from the config or not used: rotary tables, BERT's position numbers, its
+# pooler and training heads, and unsupported MTP layers.
 _NOT_WEIGHTS = re.compile(
     r".*\brotary_emb\.\w+|.*\binv_freq|(.*\.)?position_ids|pooler\..*|cls\..*|mtp\..*"
 )
@@ -59,19 +59,19 @@ _NOT_WEIGHTS = re.compile(
 def canonical_tensors(
     sources: Mapping[str, Source], architecture: str, layers: int, tied: bool
 ) -> dict[str, Source]:
-    """The tensors of the text model by GGUF's names; those that it does not know keep their own.
+    """The text model's tensors by GGUF's names; unknown tensors keep their own names.
 
     Args:
-        sources: by Hugging Face's names, experts stacked.
-        architecture: GGUF's name of it.
+        sources: tensors by Hugging Face's names, with experts stacked.
+        architecture: GGUF's name of the architecture.
         layers: number of blocks.
-        tied: whether the output head is the embedding: a copy of it in the file is left out.
+        tied: whether the output head is the embedding, so that a copy in the file is ignored.
 
     Raises:
-        CheckpointError: two tensors with one name.
-        UnsupportedModelError: an architecture that GGUF has no names for.
+        CheckpointError: two tensors have the same name.
+        UnsupportedModelError: GGUF has no names for the architecture.
     """
-    # Imported here: the package takes a fifth of a second to load, and GGUF files do without.
+    # The import takes a fifth of a second, and GGUF files do not need it.
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     arch = next((arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
@@ -87,7 +87,7 @@ def canonical_tensors(
         for other, usual in renamed.items():
             name = name.replace(other, usual)
         for candidate in (name, f"model.{name}", name.removeprefix("model.")):
-            if candidate in table.mapping:  # no suffix of its own: attention sinks
+            if candidate in table.mapping:  # Attention sinks have no suffix.
                 final = table.mapping[candidate][1]
                 return final + _ENDINGS.get(final.rpartition(".")[2], ".weight")
             if known := table.get_name(candidate, try_suffixes=(".weight", ".bias")):
@@ -121,7 +121,7 @@ def canonical_tensors(
 
 
 def _next_token_name(name: str, layers: int) -> str:
-    """A tensor of the layer for a further token, as of layer number `layers`."""
+    """The name of an MTP layer's tensor, as of layer number `layers`."""
     name = name.removeprefix("model.") if name.startswith("model.mtp.") else name
     part, _, kind = name.rpartition(".")
     if part in _NEXT_TOKEN:

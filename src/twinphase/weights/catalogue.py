@@ -1,6 +1,6 @@
-"""Models by the names that people type: `catalogue.toml`, and how a name is found in it.
+"""The catalogue of models (`catalogue.toml`), and look-ups of names in it.
 
-Reads nothing else and fetches nothing (hub.py).
+`hub.py` fetches models.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-# What may follow a model's name in the name of its file: the format, and the number of a part.
+# Suffixes of a model's name in file names: the format, and the number of a part.
 _FORMAT = re.compile(r"([-._](i?q\d\w*|b?f16|f32|mxfp4|ud|imat|gguf|\d+-of-\d+))*", re.IGNORECASE)
 _LATEST = ":latest"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A model that can be had by name; `catalogue.toml` says what the fields mean."""
+    """A model in the catalogue; `catalogue.toml` explains the fields."""
 
     name: str
     source: str
@@ -38,24 +38,24 @@ class Entry:
 
     @property
     def tried(self) -> bool:
-        """Whether this project has fetched and run it; its content is pinned then."""
+        """Whether this project has fetched and run the model, so that its content is pinned."""
         return self.version is not None
 
     @property
     def packages(self) -> str | None:
-        """Its packages, canonical; None if a model hub has it."""
+        """Its packages in canonical form; None if it comes from a model hub."""
         kind, _, rest = self.source.partition(":")
         return rest if kind == "pypi" else None
 
     @property
     def typed(self) -> tuple[str, ...]:
-        """Its short names, as Ollama would take them."""
+        """Its short names, in Ollama's form."""
         latest = [alias + _LATEST for alias in self.aliases if ":" not in alias]
         return (self.name, *self.aliases, *latest)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names by which it is known, those of its packages and repositories included."""
+        """All its names, including those of packages and repositories."""
         _, _, place = self.source.partition(":")
         place = place.partition(":")[0]
         return tuple(dict.fromkeys([*self.typed, self.source, place, self.repo, f"hf:{self.repo}"]))
@@ -73,12 +73,12 @@ def entries() -> tuple[Entry, ...]:
 
 
 def find(name: str) -> Entry | None:
-    """The entry of a short name, in any case of letters."""
+    """The entry with a short name; upper and lower case are equal."""
     return next((entry for entry in entries() if name.lower() in entry.typed), None)
 
 
 def other_names(name: str) -> tuple[str, ...]:
-    """All names of the model that has this one among them; none if it is not in the catalogue."""
+    """All names of the model with this name; empty if it is not in the catalogue."""
     wanted = name.lower()
     for entry in entries():
         if wanted in map(str.lower, entry.names):
@@ -87,18 +87,18 @@ def other_names(name: str) -> tuple[str, ...]:
 
 
 def of_file(path: Path) -> Entry | None:
-    """The entry of the model that a file or folder is, by the name that its makers gave it."""
+    """The entry for a file or folder, by the name that the model's makers gave it."""
     for entry in entries():
         stem = entry.repo.rpartition("/")[2].lower()
         before, found, after = path.name.lower().partition(stem)
-        # Some quantizers put the makers' name and an underscore first.
+        # Some quantizers add the makers' name and an underscore at the front.
         if found and (not before or before.endswith("_")) and _FORMAT.fullmatch(after):
             return entry
     return None
 
 
 def near(text: str, cutoff: float = 0.6) -> list[str]:
-    """Names like the text, the nearest first: of its family, or misspelled."""
+    """Similar names, the closest first: of the same family, or with another spelling."""
     text = text.lower().removesuffix(_LATEST)
     names = [name for entry in entries() for name in (entry.name, *entry.aliases)]
     family = [name for name in names if text and name.partition(":")[0] == text.partition(":")[0]]
@@ -107,7 +107,7 @@ def near(text: str, cutoff: float = 0.6) -> list[str]:
 
 
 def search(words: str) -> list[Entry]:
-    """The entries with all words in a name, a repository or the licence; all for no word."""
+    """Entries with all words in a name, a repository or the licence; without words, all entries."""
     wanted = words.lower().split()
     return [
         entry

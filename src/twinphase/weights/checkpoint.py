@@ -1,7 +1,7 @@
-"""A model file opened for reading: metadata, and tensors as raw bytes in the file's own precision.
+"""An open model: metadata, and tensors as raw bytes in the file's own precision.
 
-Format-neutral words only; `gguf.py` and `safetensors.py` fill them, both with GGUF's names of
-tensors and architectures. Not for packing (backends do that).
+It is independent of the file format: `gguf.py` and `safetensors.py` both fill it with GGUF's names
+of tensors and architectures. Backends pack the tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TensorInfo:
         type: storage type by GGUF's name, a key of `quant.FORMATS`.
         offset: bytes from the start of its file.
         nbytes: size in the file.
-        file: which of the checkpoint's files it is in; a model may be split.
+        file: index of its file in the checkpoint; a model may be split.
     """
 
     name: str
@@ -45,7 +45,7 @@ class TensorInfo:
 
 
 def quoted(name: str) -> str:
-    """A name from a model's file, safe and short enough for one line of a message."""
+    """A name from a model's file, made safe and short enough for a message."""
     return repr(name if len(name) <= 64 else name[:64] + "…")
 
 
@@ -54,18 +54,18 @@ class Checkpoint:
     """An open model: one GGUF file, the parts of a split one, or a Hugging Face folder.
 
     Attributes:
-        path: the file (of a split model, the first), or the folder.
-        architecture: by GGUF's name, e.g. "llama", "qwen3moe".
+        path: the file (the first one of a split model), or the folder.
+        architecture: GGUF's name, such as "llama" or "qwen3moe".
         metadata: hyper-parameters by GGUF key (strings, numbers, short lists; never the
             vocabulary); a folder has none.
-        tensors: by GGUF's name in both formats.
+        tensors: tensors by GGUF's names, in both formats.
         files: every file with tensors, memory-mapped, uint8 [file size] each.
-        fingerprint: hex digest naming this file's content for caches.
-        cache_dir: folder for what is derived from this very file (the built tokenizer); None if
-            none can be written.
-        vocabulary: reads the long arrays that `metadata` leaves out, by GGUF key; slow, so called
-            only to build a tokenizer that is not cached yet.
-        config: a folder's config.json, its `text_config` in front where it has one; None for GGUF.
+        fingerprint: hex digest that identifies the content for caches.
+        cache_dir: folder for data derived from this model, such as the built tokenizer; None if it
+            cannot be written.
+        vocabulary: reads the long arrays that `metadata` omits, by GGUF key. This is slow, so it is
+            only called to build a tokenizer that is not cached yet.
+        config: a folder's config.json, overridden by its `text_config` if present; None for GGUF.
     """
 
     path: Path
@@ -84,12 +84,12 @@ class Checkpoint:
         return self.files[info.file][info.offset : info.offset + info.nbytes]
 
     def release(self, name: str) -> None:
-        """Frees the memory that reading a tensor has filled; reading it again goes to the file."""
+        """Free the memory of a tensor that was read; reading it again reads the file."""
         info = self.tensors[name]
         source: Any = self.files[info.file].base
         source = source.obj if isinstance(source, memoryview) else source
         if not isinstance(source, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
-            return  # made in memory, which would be lost
+            return  # This data exists only in memory and would be lost.
         first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
         if length > 0:

@@ -1,8 +1,8 @@
 """Expert matrices of a Hugging Face folder, stacked as in GGUF: [experts, outputs, inputs].
 
-Folders have them one by one (`experts.3.gate_proj.weight`; Mixtral's `w1`, `w3`, `w2`), or stacked
-with gate and up in one tensor, whose rows GPT-OSS interleaves and whose matrices it transposes. Not
-for names (canonical.py).
+Folders store them separately (`experts.3.gate_proj.weight`; Mixtral's `w1`, `w3`, `w2`), or stacked
+with gate and up in one tensor; GPT-OSS interleaves the rows and transposes the matrices of these.
+`canonical.py` renames tensors.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _GRANITE = {
 
 
 def stack_experts(sources: Mapping[str, Source], architecture: str) -> dict[str, Source]:
-    """All tensors, experts stacked as `X.experts.{gate,up,down}_proj.{weight,bias}`.
+    """All tensors, with experts stacked as `X.experts.{gate,up,down}_proj.{weight,bias}`.
 
     Mixtral's are named `w1`, `w3` and `w2`.
 
     Raises:
-        CheckpointError: experts that are missing, or that differ from each other.
-        UnsupportedModelError: stacked experts of a type that cannot be taken apart here.
+        CheckpointError: experts are missing, or differ in shape or type.
+        UnsupportedModelError: stacked experts are of a type that cannot be split.
     """
     found: dict[str, Source] = {}
     single: dict[str, dict[int, Source]] = {}
@@ -97,7 +97,7 @@ def _transposed(words: _Words) -> _Words:
 
 
 def _rearranged(source: Source, arrange: Callable[[_Words], _Words]) -> Source:
-    """The tensor with its elements in another order; `arrange` maps arrays of whole elements."""
+    """The tensor with its elements in another order; `arrange` permutes an array of elements."""
     word = np.dtype(f"<u{FORMATS[source.type].block_bytes}")
     shape = arrange(np.broadcast_to(np.zeros((), word), source.shape)).shape
 

@@ -1,6 +1,6 @@
-"""The sampling values that a model recommends: its own generation config, or its catalogue entry.
+"""The sampling values that a model recommends, in its generation config or catalogue entry.
 
-Only reads and names them; `engine/frontends/text.py` decides which of them hold.
+`engine/frontends/text.py` decides which of them are used.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from twinphase.weights.storage import read_limited
 
 FILE_NAME = "generation_config.json"
 _MAX_JSON_BYTES = 1 << 20
-# llama.cpp's names below `general.sampling.`, and those of generation_config.json, where they are
-# not ours.
+# Names below llama.cpp's `general.sampling.` and in generation_config.json that differ from
+# `SamplingParams`.
 _OTHER_NAMES = {
     "temp": "temperature",
     "penalty_repeat": "repetition_penalty",
@@ -30,7 +30,7 @@ _OTHER_NAMES = {
 def recommended(checkpoint: Checkpoint) -> tuple[dict[str, float], str]:
     """The values that a model recommends, by their names in `SamplingParams`, and their source.
 
-    Values that no request could have are left out.
+    Values that `SamplingParams` does not allow are omitted.
 
     Raises:
         CheckpointError: a folder's generation_config.json is not valid.
@@ -61,7 +61,7 @@ def read_generation_config(path: Path) -> dict[str, float]:
     """The values of a generation_config.json, or of the one in a folder.
 
     Raises:
-        CheckpointError: it is not there, or not a JSON object.
+        CheckpointError: the file is missing, or not a JSON object.
     """
     file = path / FILE_NAME if path.is_dir() else path
     fix = f"Give the path of a {FILE_NAME} or its folder, auto, vllm or none."
@@ -87,6 +87,6 @@ def _usable(given: Mapping[str, Any]) -> dict[str, float]:
             SamplingParams(**{name: value})
         except InvalidRequestError:
             continue
-        # GGUF stores 32-bit numbers: 0.2 comes back as 0.20000000298.
+        # GGUF stores 32-bit numbers, so that 0.2 is read as 0.20000000298.
         values[name] = float(f"{value:.6g}") if isinstance(value, float) else value
     return values

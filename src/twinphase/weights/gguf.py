@@ -1,9 +1,9 @@
-"""Opens a GGUF file, or all parts of a split one, as a `Checkpoint`: mapped, checked once.
+"""Opens a GGUF file, or all parts of a split one, as a `Checkpoint`.
 
-The first open reads the whole header (`gguf_header.py`) and keeps what the engine needs of it,
-without the vocabulary, in a small index in the user's cache. Later opens of the same file (path,
-size and modification time) read only the index, which takes milliseconds. Nothing here writes to
-the model file, and a cache that cannot be written costs time, never the run.
+The first open reads the whole header (`gguf_header.py`) and stores the engine's part of it, without
+the vocabulary, as a small index in the user's cache. Later opens of the same file (path, size and
+modification time) read only the index, which takes milliseconds. Model files are never written, and
+an unwritable cache costs time but is not an error.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from twinphase.weights.storage import map_file, model_cache, replace_derived
 
 _INDEX_VERSION = 4
 _INDEX_NAME = "index.msgpack"
-# The magic number, the version and two counts.
+# The size of the magic number, the version and two counts.
 _MIN_BYTES = 24
 _FETCH_PARTS = "Fetch all parts of one model again, and keep their names."
-# llama.cpp's prefixes of vision, audio and their projection: Ollama has them in the file of the
-# text model.
+# llama.cpp's prefixes of vision, audio and projection tensors, which Ollama stores in the text
+# model's file.
 _OTHER_MODALITIES = ("v.", "a.", "mm.")
 # llama.cpp's converter writes this norm of Falcon-H1 without a suffix.
 _WITHOUT_SUFFIX = ".ffn_norm"
-# general.file_type, for the mixtures whose name says more than their commonest tensor type.
+# Names by general.file_type, for mixtures whose name says more than their most common tensor type.
 _FILE_TYPES = {
     10: "Q2_K",
     11: "Q3_K_S",
@@ -66,15 +66,15 @@ class _Index:
 
 
 def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
-    """Opens a model file, the first of a split model; tensors are mapped, not yet read from disk.
+    """Open a model file, or the first part of a split model; tensors are mapped but not read.
 
-    With `mark_used`, this is remembered as a use of the model (`last_used`).
+    With `mark_used`, this is recorded as a use of the model (`last_used`).
 
     Raises:
-        ModelNotFoundError: no such file, or a directory.
-        CheckpointError: a file that is not GGUF, is damaged or truncated, or cannot be read; a part
-            that is missing, or that does not belong to the others.
-        UnsupportedModelError: a tensor type that twinphase does not read, named with the tensor.
+        ModelNotFoundError: there is no such file, or it is a directory.
+        CheckpointError: a file is not GGUF, is damaged or truncated, or cannot be read; or a part
+            is missing or does not belong to the others.
+        UnsupportedModelError: a tensor's type is not supported; the message names both.
     """
     path = Path(path)
     buffers, states = _map_parts(path)
@@ -103,7 +103,7 @@ def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
         architecture=architecture,
         metadata=index.metadata,
         tensors=tensors,
-        # slices of a numpy.memmap cost several times as much
+        # Slices of a numpy.memmap are several times slower.
         files=tuple(np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers.values()),
         fingerprint=index.fingerprint,
         cache_dir=cache_dir,
@@ -112,7 +112,7 @@ def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
 
 
 def quantization_name(checkpoint: Checkpoint) -> str:
-    """The quantization by its usual name: a mixture's, or the type that most of the bytes have."""
+    """The usual name of the quantization: a mixture's, or the type of most bytes."""
     file_type = checkpoint.metadata.get("general.file_type")
     if file_type in _FILE_TYPES:
         return _FILE_TYPES[file_type]
@@ -123,7 +123,7 @@ def quantization_name(checkpoint: Checkpoint) -> str:
 
 
 def _map_parts(path: Path) -> tuple[dict[str, mmap.mmap], tuple[tuple[int, int], ...]]:
-    """The mapped files by name, in order, and their states."""
+    """The mapped files by name, in order, and their sizes and modification times."""
     if is_later_part(path.name):
         raise CheckpointError(
             f"{path} is not the first part of a split model.",
@@ -142,7 +142,7 @@ def _map_parts(path: Path) -> tuple[dict[str, mmap.mmap], tuple[tuple[int, int],
 
 
 def _joined_tensors(names: list[str], headers: list[Header]) -> dict[str, TensorInfo]:
-    """The text model's tensors of all parts, which must agree on how many they are."""
+    """The text model's tensors in all parts, which must agree on the number of parts."""
     tensors: dict[str, TensorInfo] = {}
     for number, (name, header) in enumerate(zip(names, headers, strict=True)):
         count = header.metadata.get("split.count", 0)
@@ -172,9 +172,9 @@ def _joined_tensors(names: list[str], headers: list[Header]) -> dict[str, Tensor
 def _fingerprint(buffers: list[mmap.mmap], headers: list[Header]) -> str:
     """SHA-256 over each file's size (8 bytes, little endian), header, and a sample of every tensor.
 
-    Not over every byte, which takes seconds for a large model: two files can only share a
-    fingerprint if they agree in every hyper-parameter and token, and in the middle of every tensor.
-    Training or quantizing again changes all of them.
+    Hashing every byte would take seconds for a large model. Two files can share a fingerprint only
+    if they agree in every hyper-parameter and token and in the middle of every tensor, which any
+    training or quantization changes.
     """
     digest = hashlib.sha256()
     for buffer, header in zip(buffers, headers, strict=True):
@@ -186,10 +186,10 @@ def _fingerprint(buffers: list[mmap.mmap], headers: list[Header]) -> str:
 
 
 def _load_index(folder: Path, states: tuple[tuple[int, int], ...]) -> _Index | None:
-    """The remembered index; None if it is missing, damaged, or of another state of the files."""
+    """The stored index; None if it is missing, damaged, or of an older state of the files."""
     try:
         index = msgspec.msgpack.decode((folder / _INDEX_NAME).read_bytes(), type=_Index)
-    except (OSError, ValueError, RecursionError):  # ValueError: the base of msgspec's own
+    except (OSError, ValueError, RecursionError):  # msgspec's error is a ValueError.
         return None
     if (index.version, index.states) != (_INDEX_VERSION, states):
         return None

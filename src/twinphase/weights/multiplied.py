@@ -1,4 +1,4 @@
-"""A checkpoint some of whose small tensors are multiplied when they are read."""
+"""A checkpoint that multiplies some small tensors by factors when they are read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize, tensor_nbytes
 
-# Of tensors by name: the numbers of rows with the same factor, from the first row on.
+# For each tensor by name: (number of rows, factor), starting at the first row.
 Factors = Mapping[str, list[tuple[int, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultipliedCheckpoint(Checkpoint):
-    """Multiplied tensors are float32.
+    """A checkpoint with multiplied tensors, which are float32.
 
     Attributes:
         original: the checkpoint without factors.
@@ -45,7 +45,7 @@ class MultipliedCheckpoint(Checkpoint):
 
 
 def multiplied_tensors(checkpoint: Checkpoint, factors: Factors) -> Checkpoint:
-    """The checkpoint with its tensors named in `factors` multiplied by them."""
+    """The checkpoint with the tensors in `factors` multiplied."""
     tensors = dict(checkpoint.tensors)
     for name in factors:
         info = tensors[name]

@@ -1,4 +1,4 @@
-"""Finds the model file of a model that Ollama has pulled. Its store is only read.
+"""Finds the files of models that Ollama has pulled, without changing Ollama's store.
 
 A manifest, manifests/HOST/NAMESPACE/NAME/TAG, lists layers by digest; the model's is a GGUF file,
 blobs/sha256-DIGEST.
@@ -26,9 +26,9 @@ def find_in_ollama(name: str) -> Path:
     """The GGUF file of `NAME[:TAG]`, `NAMESPACE/NAME[:TAG]` or `HOST/NAMESPACE/NAME[:TAG]`.
 
     Raises:
-        ModelNotFoundError: no such name, or no store on this machine.
-        CheckpointError: a manifest that is damaged, or a file that it names and that is not there.
-        UnsupportedModelError: a model with an adapter, or without a GGUF file.
+        ModelNotFoundError: there is no such model, or no store on this machine.
+        CheckpointError: a manifest is damaged, or the file that it names is missing.
+        UnsupportedModelError: the model has an adapter, or no GGUF file.
     """
     match = _NAME.fullmatch(name)
     if not match or ".." in name.split("/"):
@@ -54,7 +54,7 @@ def find_in_ollama(name: str) -> Path:
 def _stores() -> list[Path]:
     if chosen := os.environ.get("OLLAMA_MODELS"):
         return [Path(chosen).expanduser()]
-    # The second is where Ollama's installer for Linux runs it as a user of its own.
+    # Ollama's installer for Linux runs it as a separate user, whose store is the second folder.
     return [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
 
 

@@ -1,7 +1,7 @@
-"""Names of packages that hold a model, alone or each a part of its file.
+"""Names of packages that contain a model, or one part of its file each.
 
-`A+B+C` are the parts in order, `NAME1..22` those whose names end in 1 to 22. Not for fetching
-(wheel.py).
+`A+B+C` are the parts in order, and `NAME1..22` stands for parts with the suffixes 1 to 22.
+`wheel.py` fetches them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 _PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _RANGE = re.compile(r"(.*\D)(\d{1,4})\.\.(\d{1,4})")
 _NUMBERED = re.compile(r"(.*\D)(\d{1,4})")
-# A longer text cannot be the name of a folder.
+# A longer text cannot be a folder's name.
 _MAX_NAME = 200
 
 
 def expand_packages(text: str) -> list[str]:
-    """The packages that `text` names, in order and normalized; empty if it is not valid."""
+    """The packages that `text` names, in order and normalized; empty if `text` is not valid."""
     names: list[str] = []
     for item in text.split("+"):
         if match := _RANGE.fullmatch(item):
@@ -29,7 +29,7 @@ def expand_packages(text: str) -> list[str]:
 
 
 def canonical_packages(names: list[str]) -> str:
-    """One text for a list of packages, however it was written; empty if too long for a folder."""
+    """The canonical text for a list of packages; empty if it is too long for a folder's name."""
     first = _NUMBERED.fullmatch(names[0])
     text = "+".join(names)
     if first is not None and len(names) > 1:

@@ -1,10 +1,10 @@
-"""Quantized weights of Hugging Face folders in GGUF's formats.
+"""Converts quantized weights of Hugging Face folders to GGUF's formats.
 
-FP8 becomes BF16, AWQ and GPTQ become Q4_0 or Q4_1, and MXFP4 stays.
+FP8 becomes BF16, AWQ and GPTQ become Q4_0 or Q4_1, and MXFP4 stays MXFP4.
 
-The 4-bit codes stay as they are. In AWQ and GPTQ a weight is scale * (q - zero) with a float16
-scale for each group of inputs and each output; Q4_1 has scale * q + m, where only m = -scale * zero
-is rounded, to float16. Where every zero is 8, Q4_0 has exactly the same weights.
+The 4-bit codes are not changed. In AWQ and GPTQ a weight is scale * (q - zero) with a float16 scale
+per group of inputs and output; Q4_1 has scale * q + m, where only m = -scale * zero is rounded, to
+float16. If every zero is 8, Q4_0 has exactly the same weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from twinphase.weights.source import FLOATS, Source, made_from_values
 _Bytes = NDArray[np.uint8]
 _FIX = "Fetch the model again."
 _USE = "Use the model in FP8, AWQ or GPTQ with 4 bits, or unquantized."
-# Of activations and the KV cache, which are not quantized here by what a folder says.
+# Settings for activations and the KV cache, which are not quantized according to the folder.
 _NOT_OF_WEIGHTS = (
     "input_scale",
     "activation_scale",
@@ -30,21 +30,22 @@ _NOT_OF_WEIGHTS = (
     "v_scale",
     "q_scale",
 )
-# Some of GPTQ's writers give these a bias of zeros where the model has none.
+# Some GPTQ writers add a bias of zeros here to models without biases.
 _WITHOUT_BIAS = ("o_proj", "gate_proj", "up_proj", "down_proj")
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ's gemm kernel: output of each nibble, lowest first
+# AutoAWQ's gemm kernel has this order of outputs in a word, lowest nibble first.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def unpacked_tensors(sources: Mapping[str, Source], config: Mapping[str, Any]) -> dict[str, Source]:
-    """The tensors with every quantized matrix as one `X.weight` of a type in `FORMATS`.
+    """The tensors, with every quantized matrix as one `X.weight` of a type in `FORMATS`.
 
     Args:
-        sources: by Hugging Face's names.
-        config: the folder's config.json; `quantization_config` says how its weights are quantized.
+        sources: tensors by Hugging Face's names.
+        config: the folder's config.json, whose `quantization_config` describes the weights.
 
     Raises:
-        UnsupportedModelError: a method, width, packing or order that is not read here.
-        CheckpointError: parts of a quantized matrix that are missing or do not fit each other.
+        UnsupportedModelError: the method, width, packing or order is not supported.
+        CheckpointError: parts of a quantized matrix are missing or do not fit each other.
     """
     settings = config.get("quantization_config")
     if settings is None:
@@ -75,7 +76,7 @@ def unpacked_tensors(sources: Mapping[str, Source], config: Mapping[str, Any]) -
 
 
 def _check_settings(method: str, settings: Mapping[str, Any]) -> None:
-    """Refuses what would be read wrongly, by name."""
+    """Refuse settings that would be misinterpreted; the message names them."""
     bits = settings.get("bits", settings.get("w_bit", 4))
     if method in ("awq", "gptq") and bits != 4:
         raise UnsupportedModelError(f"{method.upper()} with {bits!r} bits is not supported.", _USE)
@@ -97,7 +98,7 @@ def _check_settings(method: str, settings: Mapping[str, Any]) -> None:
 
 
 def _e4m3_values() -> NDArray[np.float32]:
-    """Every number of FP8 E4M3 (Micikevicius et al., 2022): exponent bias 7, no infinity."""
+    """All numbers of FP8 E4M3 (Micikevicius et al., 2022): exponent bias 7, no infinity."""
     codes = np.arange(256)
     exponent = codes >> 3 & 15
     fraction = codes & 7
@@ -155,7 +156,8 @@ def _awq(module: str, parts: dict[str, Source], settings: Mapping[str, Any]) -> 
     outputs = qweight.shape[1] * 8
     group = _group_size(module, inputs, outputs, qzeros, scales, settings)
 
-    def outputs_in_order(source: Source) -> _Bytes:  # int32 [n, outputs / 8] to uint8 [n, outputs]
+    # Converts int32 [n, outputs / 8] to uint8 [n, outputs].
+    def outputs_in_order(source: Source) -> _Bytes:
         nibbles = _nibbles_of_words(source)
         out = np.empty_like(nibbles)
         out[:, :, _AWQ_ORDER] = nibbles
@@ -188,7 +190,7 @@ def _gptq(module: str, parts: dict[str, Source], settings: Mapping[str, Any]) ->
         raise UnsupportedModelError(
             f"{module} is quantized by GPTQ in activation order (desc_act).", _USE
         )
-    # The first version of the format stores each zero less one, in 4 bits.
+    # The first version of the format stores zero - 1 in 4 bits.
     less = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
 
     def codes() -> _Bytes:
@@ -209,7 +211,7 @@ def _in_order(order: Source, inputs: int, group: int) -> bool:
 
 
 def _four_bit_parts(module: str, parts: dict[str, Source]) -> tuple[Source, Source, Source]:
-    """Takes qweight, qzeros and scales out of the parts."""
+    """Remove and return qweight, qzeros and scales."""
     taken = tuple(parts.pop(leaf, None) for leaf in ("qweight", "qzeros", "scales"))
     qweight, qzeros, scales = taken
     if qweight is None or qzeros is None or scales is None:
@@ -232,7 +234,7 @@ def _group_size(
     scales: Source,
     settings: Mapping[str, Any],
 ) -> int:
-    """Inputs that share a scale."""
+    """The number of inputs that share a scale."""
     groups = scales.shape[0]
     group = inputs // groups if groups and inputs % groups == 0 else 0
     stated = settings.get("group_size", settings.get("q_group_size", group))
@@ -252,7 +254,7 @@ def _group_size(
 
 
 def _nibbles_of_words(source: Source) -> _Bytes:
-    """int32 [a, b] to uint8 [a, b, 8], lowest nibble first."""
+    """Convert int32 [a, b] to uint8 [a, b, 8], lowest nibble first."""
     words = source.read().view("<u4").reshape(source.shape)
     return (words[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).astype(np.uint8)
 
@@ -268,19 +270,19 @@ def _four_bit_matrix(
 
     Args:
         shape: (outputs, inputs).
-        group: inputs that share a scale, a multiple of 32.
+        group: number of inputs that share a scale, a multiple of 32.
         codes: uint8 [inputs, outputs].
         zeros: uint8 [inputs / group, outputs].
         scales: [inputs / group, outputs].
     """
-    # Asked at once, because the type must be known: zeros are a small part of the whole.
+    # The zeros are read at once, because the type must be known; they are a small part of the data.
     symmetric = bool((zeros() == 8).all())
 
     def read() -> _Bytes:
         outputs, inputs = shape
         q = np.ascontiguousarray(codes().T).reshape(outputs, inputs // 32, 32)
         packed = q[..., :16] | q[..., 16:] << 4
-        scale = scales.values().T  # [outputs, groups]
+        scale = scales.values().T  # The shape is [outputs, groups].
         parameters = [scale] if symmetric else [scale, -scale * zeros().T.astype(np.float32)]
         halves = [
             np.repeat(values.astype(np.float16), group // 32, axis=1)[..., None].view(np.uint8)
@@ -302,7 +304,7 @@ _MXFP4_ROWS = {
 
 
 def _mxfp4(module: str, parts: dict[str, Source], _: Mapping[str, Any]) -> dict[str, Source]:
-    """GPT-OSS's experts: rows of gate and up in turn, stacked in one tensor."""
+    """GPT-OSS's experts: rows of gate and up alternate in one stacked tensor."""
     found = dict(parts)
     for what, rows in _MXFP4_ROWS.items():
         blocks = found.pop(f"{what}_blocks", None)
@@ -325,10 +327,10 @@ def _mxfp4(module: str, parts: dict[str, Source], _: Mapping[str, Any]) -> dict[
 
 
 def _mxfp4_rows(blocks: Source, scales: Source, chosen: slice) -> Source:
-    """Some rows of every expert as GGUF lays them out.
+    """Some rows of every expert in GGUF's layout.
 
-    A block is an exponent and 16 bytes; values 2j and 2j + 1 are in byte j here, j and j + 16
-    there.
+    A block is an exponent and 16 bytes. Byte j has the values 2j and 2j + 1 in the folder, and j
+    and j + 16 in GGUF.
     """
     experts, rows, count = scales.shape
     shape = (experts, len(range(rows)[chosen]), count * 32)

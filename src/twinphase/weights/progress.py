@@ -1,6 +1,6 @@
-"""How long work reports that it is moving: a callback, and a bar in the terminal that is one.
+"""Progress of long tasks: a callback, and a progress bar for the terminal.
 
-What is done and how fast is the caller's; this only shows it.
+The callers count their work; this file only shows it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Called with the name of the task, the bytes done, and all bytes (None while unknown).
+# Called with the name of the task, the bytes done, and the total bytes (None if unknown).
 Progress = Callable[[str, int, "int | None"], None]
 
 
 @contextmanager
 def status(text: str) -> Iterator[None]:
-    """A line on stderr while the block runs; nothing if it is not a terminal."""
+    """A line on stderr during the block; nothing if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -31,7 +31,7 @@ def progress_bar(title: str = "") -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield lambda what, done, total: None
         return
-    # Imported here: a model that is already present is resolved without it.
+    # The import is here because a model that is already present does not need it.
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -1,8 +1,7 @@
-"""Lossless unpacking of quantized tensors in plain NumPy, by the table in `block_formats.py`.
+"""Unpacks quantized tensors without loss in plain NumPy, by the table in `block_formats.py`.
 
-`unpack` gives integers, scales and minima, for backends that pack them their own way; `dequantize`
-gives float32, for the reference backend. Not for quantizing (`quantize.py`), and not for the
-layouts that kernels want (backends do that).
+`unpack` returns integers, scales and minima for backends, which pack them for their kernels;
+`dequantize` returns float32 for the reference backend. `quantize.py` quantizes.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class QuantizedTensor:
     """A matrix as integers and per-group parameters: `scale * (q - offset) + minimum`.
 
     Attributes:
-        q: [N, K], uint8; int8 where the format has 8 bits.
+        q: uint8 [N, K]; int8 if the format has 8 bits.
         scale: float32 [N, K / group_size].
-        minimum: float32 [N, K / group_size], or None where the format has none.
+        minimum: float32 [N, K / group_size], or None if the format has no minimum.
     """
 
     q: _Quants
@@ -39,10 +38,10 @@ class QuantizedTensor:
     offset: int
 
     def values(self) -> _Floats:
-        """The matrix in float32 [N, K]."""
+        """The matrix as float32 [N, K]."""
         rows, columns = self.q.shape
-        # float32 holds every q - offset exactly, so this costs one rounding for each multiplication
-        # and addition.
+        # float32 represents every q - offset exactly, so each multiplication and addition rounds
+        # only once.
         values = self.q.reshape(rows, -1, self.group_size).astype(np.float32)
         if self.offset:
             values -= np.float32(self.offset)
@@ -53,11 +52,11 @@ class QuantizedTensor:
 
 
 def tensor_nbytes(shape: Sequence[int], type: str) -> int:
-    """Bytes of a tensor of that row-major shape.
+    """The size in bytes of a tensor with that row-major shape.
 
     Raises:
-        UnsupportedModelError: a type that is not in `FORMATS`.
-        CheckpointError: rows that are not a whole number of blocks.
+        UnsupportedModelError: the type is not in `FORMATS`.
+        CheckpointError: a row is not a whole number of blocks.
     """
     fmt = _format(type)
     columns = shape[-1] if shape else 1
@@ -71,20 +70,19 @@ def tensor_nbytes(shape: Sequence[int], type: str) -> int:
 
 
 def dequantize(raw: _Bytes, shape: Sequence[int], type: str) -> _Floats:
-    """Tensor values in float32.
+    """Convert a tensor's values to float32.
 
     Args:
         raw: uint8 [nbytes], as stored.
-        shape: row-major; rows of the file may be taken by slicing `raw` and giving fewer of them
-            here.
+        shape: row-major shape; a slice of rows is passed as a part of `raw` and a smaller shape.
         type: a key of `FORMATS`.
 
     Returns:
         A fresh float32 array of `shape`.
 
     Raises:
-        UnsupportedModelError: an unknown type.
-        CheckpointError: `raw` does not have the size that shape and type ask for.
+        UnsupportedModelError: the type is unknown.
+        CheckpointError: the size of `raw` does not fit the shape and the type.
     """
     _check_size(raw, shape, type)
     if type == "F32":
@@ -98,16 +96,16 @@ def dequantize(raw: _Bytes, shape: Sequence[int], type: str) -> _Floats:
 
 
 def unpack(raw: _Bytes, shape: Sequence[int], type: str) -> QuantizedTensor:
-    """Takes a quantized tensor apart without loss.
+    """Unpack a quantized tensor without loss.
 
     Args:
         raw: uint8 [nbytes], as stored.
-        shape: row-major (N, K); leading dimensions, if there are more, count as rows.
+        shape: row-major shape (N, K); further leading dimensions count as rows.
         type: a quantized type of `FORMATS`.
 
     Raises:
-        UnsupportedModelError: an unknown or unquantized type.
-        CheckpointError: `raw` does not have the size that shape and type ask for.
+        UnsupportedModelError: the type is unknown or unquantized.
+        CheckpointError: the size of `raw` does not fit the shape and the type.
     """
     _check_size(raw, shape, type)
     if not FORMATS[type].quantized:
@@ -157,7 +155,7 @@ def _half(blocks: _Bytes, start: int) -> _Floats:
 
 
 def _plane(blocks: _Bytes, plane: Plane, count: int) -> _Bytes:
-    """The bits that a plane has of `count` numbers, [blocks, count]."""
+    """The bits of `count` numbers in a plane, [blocks, count]."""
     start, bits, run, first = plane
     last = first + count
     per_byte = 8 // bits
@@ -170,7 +168,7 @@ def _plane(blocks: _Bytes, plane: Plane, count: int) -> _Bytes:
 
 
 def _numbers(blocks: _Bytes, parts: Numbers, count: int) -> _Quants:
-    """The numbers of each block, [blocks, count]; those of 8 bits are int8."""
+    """The numbers of each block, [blocks, count]; 8-bit numbers are int8."""
     joined = []
     for lowest, *planes in parts:
         numbers = _plane(blocks, lowest, count // len(parts))
@@ -186,13 +184,13 @@ def _numbers(blocks: _Bytes, parts: Numbers, count: int) -> _Quants:
 def _scales(blocks: _Bytes, fmt: BlockFormat) -> tuple[_Floats, _Floats | None]:
     """Scale and minimum of each group, float32 [blocks, groups]."""
     if fmt.power_scales:
-        # The two smallest exponents are subnormal in float32, which ldexp computes exactly.
+        # The two smallest exponents are subnormal in float32; ldexp computes them exactly.
         return np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128), None
     groups = fmt.block_size // fmt.group_size
     scale, *minimum = (_half(blocks, start) for start in fmt.halves)
     if fmt.scales:
         scale = scale * (_numbers(blocks, fmt.scales, groups).astype(np.float32) - fmt.scale_offset)
     if fmt.minima:
-        # These formats subtract the minimum; we add it.
+        # These formats subtract the minimum, but `QuantizedTensor` adds it.
         minimum = [-(minimum[0] * _numbers(blocks, fmt.minima, groups).astype(np.float32))]
     return scale, minimum[0] if minimum else None

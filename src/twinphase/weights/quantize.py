@@ -1,8 +1,7 @@
 """Quantizes a folder's matrices while they are loaded.
 
-Q8_0, Q5_0 and Q4_0 are the gguf package's own, which are llama.cpp's bit for bit; Q4_K follows
-llama.cpp's `make_qkx2_quants` in NumPy, with fewer trials. Not for reading quantized folders
-(packed.py).
+The gguf package quantizes to Q8_0, Q5_0 and Q4_0, bit-identical to llama.cpp; Q4_K follows
+llama.cpp's `make_qkx2_quants` in NumPy with fewer trials. `packed.py` reads quantized folders.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ QUANTIZATIONS: Mapping[str, str | None] = {
     "q4_0": "Q4_0",
     "q4_k": "Q4_K",
 }
-# A token's row and its logit carry more than other weights do, and one matrix is often both.
+# Errors in these matrices matter more than in others, and one matrix is often both.
 _EMBEDDINGS = ("token_embd.weight", "output.weight")
-# Small, and a wrong choice of an expert, or a wrong decay, costs more than its bytes.
+# These are small, and errors in the choice of an expert or in a decay matter more than their bytes.
 _KEPT = (
     "ffn_gate_inp.weight",
     "ffn_gate_inp_shexp.weight",
@@ -36,23 +35,22 @@ _KEPT = (
     "ssm_alpha.weight",
     "ssm_beta.weight",
 )
-# A chunk and its intermediate results fill about a second-level cache.
+# A chunk and its intermediate results should fit into a second-level cache.
 _CHUNK_VALUES = 1 << 17
-# Trials of a scale: 15 steps from the smallest to the largest value, and some more or fewer.
+# Trials of a scale: 15 steps between the smallest and the largest value, plus these numbers.
 _TRIALS = (-0.9, -0.6, -0.3, 0.0, 0.3, 0.6, 0.9)
 
 
 def quantized_tensors(sources: Mapping[str, Source], quantization: str) -> dict[str, Source]:
-    """The tensors, with float matrices quantized when read; vectors and routers stay as they are.
+    """The tensors, with float matrices quantized when read; vectors and routers are not changed.
 
     Args:
-        sources: by GGUF's names.
-        quantization: "none", "q8_0", "q4_0" or "q4_k". Embedding and head become Q8_0 with all of
-            them; rows that are not a whole number of Q4_K's blocks become Q5_0, as llama.cpp has
-            it.
+        sources: tensors by GGUF's names.
+        quantization: "none", "q8_0", "q4_0" or "q4_k". Embedding and head always become Q8_0; rows
+            that are not a whole number of Q4_K's blocks become Q5_0, as in llama.cpp.
 
     Raises:
-        InvalidRequestError: another name.
+        InvalidRequestError: the name is unknown.
     """
     if quantization not in QUANTIZATIONS:
         raise InvalidRequestError(
@@ -67,7 +65,7 @@ def quantized_tensors(sources: Mapping[str, Source], quantization: str) -> dict[
 
 
 def _type(name: str, source: Source, wanted: str) -> str:
-    """What a tensor becomes; its own type if it stays."""
+    """The type that a tensor is converted to, or its own type."""
     if (
         source.type not in FLOATS
         or len(source.shape) < 2
@@ -102,7 +100,7 @@ def _quantized(source: Source, type: str) -> Source:
             values = dequantize(part.reshape(-1), (len(part), columns), source.type)
             out[start : start + rows] = quantize(values, type)
 
-        from concurrent.futures import ThreadPoolExecutor  # most runs quantize nothing
+        from concurrent.futures import ThreadPoolExecutor  # Most runs quantize nothing.
 
         with ThreadPoolExecutor(available_cores()) as pool:
             list(pool.map(chunk, range(0, len(raw), rows)))
@@ -112,8 +110,8 @@ def _quantized(source: Source, type: str) -> Source:
 
 
 def quantize(values: _Floats, type: str) -> NDArray[np.uint8]:
-    """float32 [N, K] to blocks, uint8 [N, bytes per row]; Q4_K, or a type of gguf's."""
-    # A block of zeros, or of numbers next to it, has no inverse scale; its codes are zero.
+    """Convert float32 [N, K] to blocks, uint8 [N, bytes per row]: Q4_K, or one of gguf's types."""
+    # A block of zeros, or of values close to zero, has no inverse scale; its codes are zero.
     with np.errstate(all="ignore"):
         if type == "Q4_K":
             return _q4_k(values)
@@ -160,15 +158,15 @@ def _q4_k(values: _Floats) -> NDArray[np.uint8]:
 
 
 def _group_scales(x: _Floats) -> tuple[_Floats, _Floats]:
-    """Scale and (subtracted) minimum of each group: float32 [blocks, 8, 32] to [blocks, 8] each.
+    """Scale and minimum (to subtract) per group: float32 [blocks, 8, 32] to [blocks, 8] each.
 
-    Each trial rounds with another scale and then solves for the scale and minimum with the least
-    weighted squared error; large values weigh more.
+    Each trial rounds with another scale, and then solves for the scale and the minimum with the
+    least weighted squared error; large values have more weight.
     """
     groups = x.shape[:2]
     x = np.ascontiguousarray(
         x.reshape(-1, 32).T
-    )  # sums run along the first axis, over all groups at once
+    )  # Sums run along the first axis, over all groups at once.
     weight = np.sqrt((x * x).mean(axis=0)) + np.abs(x)
     low = np.minimum(x.min(axis=0), 0)
     spread = x.max(axis=0) - low
@@ -190,15 +188,15 @@ def _group_scales(x: _Floats) -> tuple[_Floats, _Floats]:
         determinant = sum_w * sum_l2 - sum_l * sum_l
         scale = (sum_w * sum_xl - sum_x * sum_l) / determinant
         minimum = (sum_l * sum_xl - sum_l2 * sum_x) / determinant
-        # A minimum above zero cannot be stored: without one, the scale alone has the least error
-        # so.
+        # A minimum above zero cannot be stored; then this scale alone has the least error.
         scale = np.where(minimum < 0, sum_xl / sum_l2, scale)
         minimum = np.maximum(minimum, 0)
-        # The weighted squared error, less its part that no trial changes.
+        # The weighted squared error without the term that is the same in all trials.
         error = scale * (scale * sum_l2 - 2 * (sum_xl + minimum * sum_l)) + minimum * (
             minimum * sum_w + 2 * sum_x
         )
-        better = error < best_error  # False where the system has no solution: all values are one
+        # This is False if the system has no solution, because all values are equal.
+        better = error < best_error
         best_error = np.where(better, error, best_error)
         best_scale = np.where(better, scale, best_scale)
         best_minimum = np.where(better, minimum, best_minimum)

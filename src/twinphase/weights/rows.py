@@ -1,4 +1,4 @@
-"""A checkpoint whose tensors are rows of another's; `models/share.py` says which rows."""
+"""A checkpoint whose tensors are rows of another's; `models/share.py` selects the rows."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import numpy as np
 
 from twinphase.weights.checkpoint import Checkpoint
 
-Runs = list[tuple[int, int]]  # the first row, how many
+Runs = list[tuple[int, int]]  # (first row, number of rows).
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsCheckpoint(Checkpoint):
-    """Tensors that are one run of rows lie in the original's files; others are copied when read.
+    """Single runs of rows are views of the original's files; other rows are copied when read.
 
     Attributes:
         original: the checkpoint with all rows.
-        copied: the original's name, the axis of rows (1 where every expert has some), and the rows.
+        copied: the original's name, the axis of the rows (1 for rows of every expert), and the
+            rows.
     """
 
     original: Checkpoint

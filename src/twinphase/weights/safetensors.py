@@ -1,8 +1,8 @@
 """Opens a Hugging Face folder as a `Checkpoint`: safetensors files under GGUF's tensor names.
 
-What lies in the files as it is needed stays there; what has to be rearranged is made once
-(`made.py`). Pickles run code when they are opened, so they never are. Not for hyper-parameters (the
-model reads them from the config).
+Tensors that are stored in the needed form are mapped; others are converted once (`made.py`).
+Pickles run code when they are opened, so they are refused. The model reads hyper-parameters from
+the config.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from twinphase.weights.safetensors_header import read_safetensors_header, strict
 from twinphase.weights.source import Source
 from twinphase.weights.storage import map_file, model_cache, read_limited, replace_derived
 
-# Increased when the same files give other tensors.
+# Increased when the same files yield other tensors.
 _RECIPE = "2"
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -59,11 +59,11 @@ class _Shard:
 
 
 def read_folder_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json; the `text_config` of a larger model is merged over it.
+    """A folder's config.json, overridden by the `text_config` of a larger model.
 
     Raises:
-        ModelNotFoundError: no such folder, or none with a config.json.
-        CheckpointError: the file cannot be read, is not a JSON object, or is absurdly large.
+        ModelNotFoundError: there is no such folder, or it has no config.json.
+        CheckpointError: the file cannot be read, is not a JSON object, or is too large.
     """
     if not folder.is_dir():
         raise ModelNotFoundError(
@@ -79,7 +79,7 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
     text = config.pop("text_config", None)
     if not isinstance(text, dict):
         return config
-    # The whole model's word counts where it stores no head.
+    # The whole model's field counts if it stores no head.
     return config | text | {"tied_without_head": config.get("tie_word_embeddings")}
 
 
@@ -92,22 +92,22 @@ def open_safetensors(
     progress: Progress | None = None,
     mark_used: bool = True,
 ) -> Checkpoint:
-    """Opens a folder; tensors are mapped, not yet read from disk, except those that must be made.
+    """Open a folder; tensors are mapped but not read, except those that must be converted.
 
     Args:
-        folder: holds config.json and model.safetensors, or an index and its shards.
-        architecture: GGUF's name of it, which the caller finds in the config.
-        quantization: what float matrices become: "none", "q8_0", "q4_0" or "q4_k"
+        folder: folder with config.json and model.safetensors, or an index and its shards.
+        architecture: GGUF's name of the architecture, which the caller found in the config.
+        quantization: quantization of float matrices: "none", "q8_0", "q4_0" or "q4_k"
             (`quantized_tensors`).
-        header_only: make no tensors; those that must be made cannot be read then.
-        progress: called as tensors are made; None shows a bar on a terminal.
-        mark_used: remember this as a use of the model (`last_used`).
+        header_only: convert no tensors; those that need it cannot be read then.
+        progress: called while tensors are converted; None shows a bar on a terminal.
+        mark_used: record this as a use of the model (`last_used`).
 
     Raises:
-        ModelNotFoundError: no such folder, or no weights in it.
-        CheckpointError: something in it is damaged, missing, or disagrees with the rest.
-        UnsupportedModelError: weights only as pickles, or of a type that twinphase does not read.
-        InvalidRequestError: an unknown quantization.
+        ModelNotFoundError: there is no such folder, or it has no weights.
+        CheckpointError: a file is damaged, missing, or contradicts the others.
+        UnsupportedModelError: the weights are pickles, or of an unsupported type.
+        InvalidRequestError: the quantization is unknown.
     """
     config = read_folder_config(folder)
     layers = config.get("num_hidden_layers")
@@ -153,12 +153,12 @@ def open_safetensors(
 
 
 def read_arrays(folder: Path) -> dict[str, NDArray[Any]]:
-    """All tensors of a folder by the files' own names: floats as float32, others unchanged.
+    """All tensors of a folder by the files' own names; floats become float32.
 
-    For small models that nothing of ours maps, such as the heads of speculative decoding.
+    This is for small files whose tensors GGUF has no names for, such as draft heads.
 
     Raises:
-        TwinphaseError: as `open_safetensors` for the files, or a type that is none of those.
+        TwinphaseError: as `open_safetensors`, or a type is not supported.
     """
     arrays: dict[str, NDArray[Any]] = {}
     for shard in _open_shards(folder):
@@ -198,8 +198,8 @@ def _placed(
 def _source(shard: _Shard, file: int, entry: TensorInfo) -> Source:
     start = entry.offset
     end = entry.offset + entry.nbytes
-    # The format allows tensors that are not aligned to their element size. They are copied, since
-    # kernels read by address.
+    # The format allows tensors that are not aligned to their element size. They are copied, because
+    # kernels read aligned addresses.
     aligned = entry.type in FORMATS and start % FORMATS[entry.type].block_bytes == 0
     return Source(
         entry.shape,
@@ -210,7 +210,7 @@ def _source(shard: _Shard, file: int, entry: TensorInfo) -> Source:
 
 
 def _open_shards(folder: Path) -> list[_Shard]:
-    """The files with weights, each with those of its tensors that count."""
+    """The files with weights, each with its relevant tensors."""
     if (folder / SINGLE).exists():
         return [_open_shard(folder / SINGLE)]
     if not (folder / INDEX).exists():
@@ -243,10 +243,10 @@ def _open_shards(folder: Path) -> list[_Shard]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor, by model.safetensors.index.json.
+    """The file of each tensor, from model.safetensors.index.json.
 
     Raises:
-        CheckpointError: not such an index, or one that names files elsewhere.
+        CheckpointError: the file is not such an index, or names files in other folders.
     """
     places: Any = _read_json(path).get("weight_map")
     valid = isinstance(places, dict) and all(isinstance(file, str) for file in places.values())
@@ -262,7 +262,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether this is a Hugging Face folder whose safetensors files are all here."""
+    """Whether this is a Hugging Face folder with all of its safetensors files."""
     try:
         if not (folder / CONFIG).is_file():
             return False
@@ -274,7 +274,7 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def folder_weights(folder: Path) -> tuple[int, str]:
-    """Bytes of a folder's tensors, and the quantization of its config, or the commonest type.
+    """Bytes of a folder's tensors, and its quantization or the most common type.
 
     Raises:
         TwinphaseError: as `open_safetensors` for a damaged folder.
@@ -302,17 +302,17 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _remembered(
     folder: Path, shards: list[_Shard], key: str, config: bytes
 ) -> tuple[str, Path | None]:
-    """The fingerprint, cached while the files stay the same, and the cache folder if writable.
+    """The fingerprint, cached while the files do not change; and the cache folder if writable.
 
-    The folder's other JSON files count as well as the weights: a tokenizer built from them may be
-    kept there.
+    The folder's other JSON files count besides the weights, because the cache folder may contain a
+    tokenizer built from them.
     """
     cache = model_cache(folder)
     states = []
     for path in sorted(
         p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".model", ".txt")
     ):
-        with contextlib.suppress(OSError):  # a broken link
+        with contextlib.suppress(OSError):  # The link is broken.
             states.append(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}")
     state = hashlib.sha256("\n".join([key, *states]).encode()).hexdigest()
     with contextlib.suppress(OSError, ValueError):

@@ -1,9 +1,8 @@
-"""A bounded reader of the safetensors header: no length, offset or shape is trusted until it fits.
+"""A bounds-checking reader of the safetensors header: no length, offset or shape is trusted.
 
-The rules are the format's own (https://github.com/huggingface/safetensors): eight bytes of length,
-a JSON object, then data without gaps. The `safetensors` package checks them too, but says nothing
-of offsets, and we want views of the mapped file. Not for names nor for what is in a folder
-(safetensors.py).
+The rules are those of the format (https://github.com/huggingface/safetensors): eight bytes of
+length, a JSON object, then data without gaps. The `safetensors` package checks them too, but does
+not expose offsets, which views of the mapped file need. `safetensors.py` opens folders.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ _FIX = "The file is damaged or incomplete: fetch it again."
 def read_safetensors_header(buffer: mmap | bytes, name: str) -> Mapping[str, TensorInfo]:
     """The tensors of a file by name, with safetensors' names of types.
 
-    `buffer` is the whole file, `name` its name in errors.
+    `buffer` is the whole file, and `name` its name in errors.
 
     Raises:
-        CheckpointError: a length, JSON, type, shape or offset that is absurd or does not fit the
-            file.
+        CheckpointError: a length, type, shape or offset is impossible or does not fit the file, or
+            the JSON is not valid.
     """
 
     def fail(what: str) -> NoReturn:
@@ -80,10 +79,11 @@ def read_safetensors_header(buffer: mmap | bytes, name: str) -> Mapping[str, Ten
 
 
 def strict_json(text: bytes, what: str, fix: str) -> dict[str, Any]:
-    """A JSON object whose keys occur once.
+    """Parse a JSON object whose keys must be unique.
 
     Raises:
-        CheckpointError: not UTF-8, not JSON, nested too deeply, a key twice, or not an object.
+        CheckpointError: the text is not valid JSON, is nested too deeply, is not an object, or
+            repeats a key.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def strict_json(text: bytes, what: str, fix: str) -> dict[str, Any]:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except RecursionError:
         raise CheckpointError(f"{what[:200]} is nested too deeply.", fix) from None
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors.
         reason = str(error).splitlines()[0][:120].rstrip(".")
         raise CheckpointError(f"{what[:200]} is not valid JSON: {reason}.", fix) from None
     if not isinstance(value, dict):

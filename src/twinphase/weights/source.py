@@ -1,7 +1,7 @@
-"""A tensor on its way from a model's files to a `Checkpoint`: stored, or made when asked.
+"""A tensor between a model's files and its `Checkpoint`: stored there, or converted when read.
 
-What `safetensors.py` reads, `experts.py`, `packed.py` and `requantize.py` rearrange, and `made.py`
-writes down.
+`safetensors.py` reads sources, `experts.py`, `packed.py` and `quantize.py` convert them, and
+`made.py` writes them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ FLOATS = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Source:
-    """One tensor.
+    """One tensor, stored or to be converted.
 
     Attributes:
-        shape: row-major.
+        shape: row-major shape.
         type: a key of `FORMATS`, or safetensors' name of a type that only a folder has (I32,
             F8_E4M3).
-        read: its bytes, uint8 [nbytes], contiguous; slow where they have to be made.
-        stored: where the very same bytes lie in the model's files: (file, offset); None if they
-            have to be made.
+        read: returns its bytes, contiguous uint8 [nbytes]; slow if they must be converted.
+        stored: (file, offset) of the same bytes in the model's files; None if they must be
+            converted.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Source:
 def made_from_values(
     shape: Sequence[int], type: str, values: Callable[[], NDArray[np.float32]]
 ) -> Source:
-    """A float tensor, computed when it is read and rounded to `type` (F32 or BF16)."""
+    """A float tensor that is computed when it is read, and rounded to `type` (F32 or BF16)."""
 
     def read() -> NDArray[np.uint8]:
         computed = np.ascontiguousarray(values(), dtype=np.float32)
@@ -58,16 +58,16 @@ def made_from_values(
 
 
 def bfloat16_bytes(values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Rounds finite float32 to the nearest bfloat16, ties to even; uint8 [2 * size]."""
+    """Round finite float32 to the nearest bfloat16, ties to even; uint8 [2 * size]."""
     bits = values.reshape(-1).view(np.uint32)
     return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16).view(np.uint8)
 
 
 def stacked(name: str, parts: Sequence[Source]) -> Source:
-    """Equal matrices stacked: [len(parts), ...].
+    """Stack matrices of the same shape: [len(parts), ...].
 
     Raises:
-        CheckpointError: they differ in shape or type.
+        CheckpointError: the matrices differ in shape or type.
     """
     first = parts[0]
     if any((part.shape, part.type) != (first.shape, first.type) for part in parts):

@@ -1,4 +1,4 @@
-"""Names of the parts of a split GGUF file, as llama.cpp writes them: `m-00001-of-00003.gguf`."""
+"""Names of the parts of a split GGUF file in llama.cpp's form: `m-00001-of-00003.gguf`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PART = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})(\.gguf)", re.IGNORECASE | re.DOTA
 
 
 def part_names(name: str) -> list[str]:
-    """All parts, given the first one's name or path; for any other file just its own name."""
+    """All parts, given the name or path of the first; for any other file only its own name."""
     match = _PART.fullmatch(name)
     if not match or int(match[2]) != 1:
         return [name]
@@ -17,6 +17,6 @@ def part_names(name: str) -> list[str]:
 
 
 def is_later_part(name: str) -> bool:
-    """Whether this is a part of a split file, and not the first."""
+    """Whether this is a part of a split file other than the first."""
     match = _PART.fullmatch(name)
     return match is not None and int(match[2]) != 1

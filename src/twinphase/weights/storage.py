@@ -1,6 +1,6 @@
-"""Where twinphase keeps files between runs, and how they get there whole or not at all.
+"""The folders for files that are kept between runs, and atomic writes to them.
 
-Names folders and writes bytes; knows nothing of what is in them.
+It does not know the content of the files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CACHE_VARIABLE = "TWINPHASE_CACHE"
 
 
 def cache_root() -> Path:
-    """The per-user cache folder: $TWINPHASE_CACHE, or the platform's (it need not exist yet)."""
+    """The user's cache folder: $TWINPHASE_CACHE, or the platform's; it may not exist yet."""
     if chosen := os.environ.get(_CACHE_VARIABLE):
         return Path(chosen).expanduser().absolute()
     if sys.platform == "darwin":
@@ -35,19 +35,19 @@ def cache_root() -> Path:
 
 
 def model_cache(path: Path) -> Path:
-    """The folder for what is derived from the model at `path`; it need not exist yet."""
+    """The folder for data derived from the model at `path`; it may not exist yet."""
     return cache_root() / "index" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]
 
 
 @contextlib.contextmanager
 def atomically(path: Path) -> Iterator[Path]:
-    """A temporary file to write, which becomes `path` afterwards: readers never see a part of it.
+    """A temporary file that becomes `path` after the block, so that readers never see a part.
 
     Raises:
-        OSError: no space or no right; nothing is left.
+        OSError: there is no space or no permission; no file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, because a rename is atomic only within one file system.
+    # A rename is atomic only within one file system, so the temporary file is beside the target.
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-{os.getpid()}-", dir=path.parent)
     os.close(handle)
     try:
@@ -60,19 +60,20 @@ def atomically(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file so that readers see the old content or the new, never a part.
+    """Write a file so that readers see either the old or the new content.
 
     Raises:
-        OSError: no space or no right; nothing is left.
+        OSError: there is no space or no permission; no file is left.
     """
     with atomically(path) as temporary:
         temporary.write_bytes(data)
 
 
 def replace_derived(path: Path, data: bytes) -> bool:
-    """Writes a file in a model's cache folder, and removes what was derived from older content.
+    """Write a file in a model's cache folder, and remove files derived from older content.
 
-    GGUF files stay: they carry a key of their own. False if the cache cannot be written.
+    GGUF files are kept, because they contain their own key. Returns False if the cache cannot be
+    written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,13 +87,13 @@ def replace_derived(path: Path, data: bytes) -> bool:
 
 
 def mark_used(model: Path) -> None:
-    """Remembers this moment as the last use of a model, if the cache can be written."""
+    """Record this moment as the last use of a model, if the cache can be written."""
     with contextlib.suppress(OSError):
         (model_cache(model) / "used").touch()
 
 
 def last_used(model: Path) -> float | None:
-    """When the model was last opened, seconds since the epoch; None if that is not known."""
+    """The time when the model was last opened, seconds since the epoch; None if unknown."""
     try:
         return (model_cache(model) / "used").stat().st_mtime
     except OSError:
@@ -100,16 +101,16 @@ def last_used(model: Path) -> float | None:
 
 
 def map_file(path: Path, min_bytes: int, too_short: str) -> tuple[mmap.mmap, os.stat_result]:
-    """A file's content, mapped for reading, and its state.
+    """Map a file for reading; returns its content and its state.
 
     Args:
-        path: of the file.
+        path: path of the file.
         min_bytes: size of the smallest valid file.
-        too_short: what a smaller file is, for the message.
+        too_short: description of a smaller file for the message.
 
     Raises:
-        ModelNotFoundError: no such file, or a directory.
-        CheckpointError: a file that is too short, or that cannot be read.
+        ModelNotFoundError: there is no such file, or it is a directory.
+        CheckpointError: the file is too short, or cannot be read.
     """
     try:
         require_regular(path, "Give a model file.")
@@ -126,7 +127,8 @@ def map_file(path: Path, min_bytes: int, too_short: str) -> tuple[mmap.mmap, os.
         ) from None
     except IsADirectoryError:
         raise ModelNotFoundError(f"{path} is a directory.", "Give the .gguf file in it.") from None
-    except (OSError, ValueError) as error:  # ValueError: a null byte, or what cannot be mapped
+    # A ValueError means a null byte in the path, or a file that cannot be mapped.
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
             f"{path} cannot be read: {reason}.", "Check the file and its rights."
@@ -134,11 +136,11 @@ def map_file(path: Path, min_bytes: int, too_short: str) -> tuple[mmap.mmap, os.
 
 
 def require_regular(path: Path, fix: str) -> None:
-    """Refuses pipes, devices and sockets, where reading may never end.
+    """Refuse pipes, devices and sockets, because reading them may never end.
 
     Raises:
-        CheckpointError: the path names one of these; `fix` says what to do.
-        OSError: there is nothing at the path.
+        CheckpointError: the path is one of these; `fix` is the remedy in the message.
+        OSError: the path does not exist.
     """
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -146,10 +148,11 @@ def require_regular(path: Path, fix: str) -> None:
 
 
 def read_limited(path: Path, max_bytes: int, fix: str) -> bytes:
-    """A small file's content.
+    """Read a small file.
 
     Raises:
-        CheckpointError: it is larger than `max_bytes`, or cannot be read; `fix` says what to do.
+        CheckpointError: the file is larger than `max_bytes`, or cannot be read; `fix` is the remedy
+            in the message.
     """
     try:
         require_regular(path, fix)
@@ -161,7 +164,7 @@ def read_limited(path: Path, max_bytes: int, fix: str) -> bytes:
 
 
 def abandoned(folder: Path, prefix: str) -> list[Path]:
-    """What killed processes left in a folder, under names of prefix, process id and a hyphen."""
+    """Leftovers of killed processes in a folder, named by the prefix, a process id and a hyphen."""
     owners = {
         path: path.name.removeprefix(prefix).partition("-")[0] for path in folder.glob(f"{prefix}*")
     }
@@ -169,7 +172,7 @@ def abandoned(folder: Path, prefix: str) -> list[Path]:
 
 
 def _is_running(pid: int) -> bool:
-    if sys.platform == "win32":  # there, signal 0 would end the process
+    if sys.platform == "win32":  # On Windows, signal 0 would end the process.
         return True
     try:
         os.kill(pid, 0)
@@ -181,7 +184,7 @@ def _is_running(pid: int) -> bool:
 
 
 def storage_error(error: OSError, path: Path) -> StorageError:
-    """The error to show for a failed write at `path`: no space and no right differ."""
+    """The error for a failed write at `path`; it distinguishes missing space and permission."""
     fix = f"Set {_CACHE_VARIABLE} to a folder you may write to, on a disk with room."
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"No disk space left at {path}.", f"Free some space there, or: {fix}")

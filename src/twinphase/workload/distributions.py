@@ -1,7 +1,7 @@
-"""Made-up workloads: how long the requests are, and when they are sent.
+"""Synthetic workloads: the lengths of the requests, and their send times.
 
-An open loop sends at its own times, a closed loop when another request has ended. Independent users
-are an open loop: only there a slow server cannot slow its own load down.
+An open loop sends at predefined times, a closed loop when another request has ended. Independent
+users are an open loop: there, a slow server does not reduce its own load.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from twinphase.errors import InvalidRequestError
 
 @dataclass(frozen=True)
 class Lengths:
-    """(shortest, longest) prompt and output in tokens; lengths are drawn evenly between the two."""
+    """(shortest, longest) prompt and output in tokens; lengths are uniform between the two."""
 
     prompt: tuple[int, int]
     output: tuple[int, int]
@@ -29,7 +29,7 @@ class Lengths:
                 )
 
     def draw(self, generator: random.Random) -> tuple[int, int]:
-        """Prompt and output of one request."""
+        """Prompt and output length of one request."""
         return generator.randint(*self.prompt), generator.randint(*self.output)
 
     def __str__(self) -> str:
@@ -42,9 +42,9 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Paced:
-    """An open loop of a mean gap of 1 / rate: random (Poisson, independent users) or even."""
+    """An open loop with mean gap 1 / rate: random (Poisson, independent users) or even."""
 
-    rate: float  # Requests per second; infinite sends all at once.
+    rate: float  # Requests per second; infinity sends all at once.
     seed: int = 0
     even: bool = False
 
@@ -56,7 +56,7 @@ class Paced:
             )
 
     def offsets(self, timestamps: Sequence[float | None]) -> tuple[float, ...]:
-        """Seconds after the start; the first request comes at 0."""
+        """Seconds after the start; the first request is sent at 0."""
         generator = random.Random(f"poisson/{self.seed}")
         offsets = []
         now = 0.0
@@ -97,10 +97,9 @@ class Traced:
 
 @dataclass(frozen=True)
 class Closed:
-    """A fixed number of users, each of whom sends the next request after an answer.
+    """A fixed number of users, each of whom sends a request after each answer.
 
-    The number of requests in flight never grows, so the latencies are those of a load that waits
-    for the server.
+    The number of requests in flight is constant, so the load waits for a slow server.
     """
 
     concurrency: int
@@ -112,7 +111,7 @@ class Closed:
             )
 
     def offsets(self, timestamps: Sequence[float | None]) -> tuple[float, ...]:
-        """Empty: each request is sent when another has ended."""
+        """Empty, because each request is sent when another one has ended."""
         return ()
 
     def __str__(self) -> str:

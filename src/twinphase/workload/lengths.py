@@ -1,4 +1,4 @@
-"""Lengths by the name and the parameters of a distribution: `lognormal:512:0.8`."""
+"""Parses distributions of lengths, such as `lognormal:512:0.8`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 from twinphase.errors import InvalidRequestError
 
-# By name, the parameters.
+# Parameters of each distribution.
 FORMS = {
     "fixed": ("TOKENS",),
     "uniform": ("LOW", "HIGH"),
@@ -22,7 +22,7 @@ MAX_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class Distribution:
-    """A distribution of lengths in tokens, each at least 1; `parse` makes it."""
+    """A distribution of lengths in tokens, each at least 1; `parse` creates it."""
 
     name: str
     parameters: tuple[float, ...]
@@ -31,10 +31,10 @@ class Distribution:
     def parse(cls, text: str) -> Distribution:
         """Read "256", "128-512", "uniform:128:512", "exponential:300" or "lognormal:512:0.8".
 
-        The mean is that of the tokens; sigma is the standard deviation of their logarithm.
+        The mean is that of the lengths; sigma is the standard deviation of their logarithms.
 
         Raises:
-            InvalidRequestError: another form, or values that cannot be lengths.
+            InvalidRequestError: the text has another form, or its values cannot be lengths.
         """
         name, *rest = text.strip().lower().split(":")
         if not rest:
@@ -60,7 +60,7 @@ class Distribution:
         return sum(self.parameters) / 2 if self.name == "uniform" else self.parameters[0]
 
     def quantile(self, share: float) -> float:
-        """The length that this share of all do not exceed."""
+        """The quantile: the length that a `share` of all lengths does not exceed."""
         first, *more = self.parameters
         if self.name == "uniform":
             return first + share * (more[0] - first)

@@ -1,7 +1,7 @@
-"""Published files of requests: Mooncake (JSON lines), ShareGPT (JSON), Azure LLM inference (CSV).
+"""Reads published traces: Mooncake (JSON lines), ShareGPT (JSON), Azure LLM inference (CSV).
 
-Each line gives a time, lengths and shared prefixes; ShareGPT gives texts in place of times. A bad
-line is an error with its number.
+Each line has a time, lengths and shared prefixes; ShareGPT has texts instead of times. An error
+names the number of the invalid line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 from twinphase.errors import InvalidRequestError
 
-# Of a Mooncake trace: requests with equal hash ids share prefixes of this many tokens per id.
+# Requests with equal hash ids in a Mooncake trace share prefixes of this many tokens per id.
 BLOCK_TOKENS = 512
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]
@@ -42,7 +42,7 @@ class AzureRow(msgspec.Struct):
 
 
 class Conversation(msgspec.Struct):
-    """An entry of a ShareGPT file, which has its turns under one of two names."""
+    """An entry of a ShareGPT file, whose turns have one of two names."""
 
     conversations: list[msgspec.Raw] | None = None
     conversation: list[msgspec.Raw] | None = None
@@ -56,25 +56,25 @@ class Turn(msgspec.Struct):
 
 @dataclass(frozen=True)
 class TraceLine:
-    """One request of a file: its lengths, or for ShareGPT its texts."""
+    """One request of a file: its lengths, or its texts for ShareGPT."""
 
-    timestamp: float | None  # seconds after the earliest one; None where the file has no times
+    timestamp: float | None  # Seconds after the earliest request; None if the file has no times.
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     blocks: tuple[
         int, ...
-    ] = ()  # ids of the prompt's prefix blocks; equal beginnings are equal prefixes
+    ] = ()  # Ids of the prompt's prefix blocks; equal leading ids stand for equal prefixes.
     question: str = ""
     answer: str = ""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a file is fitted to a small machine; the report says so."""
+    """Scaling of a file to a small machine, which the report states."""
 
-    lengths: float = 1.0  # factor of prompt, output and prefix block lengths
-    time: float = 1.0  # factor of the times between requests; 2 sends half as fast
-    num_prompts: int | None = None  # Only the first of this number.
+    lengths: float = 1.0  # Factor of the prompt, output and prefix block lengths.
+    time: float = 1.0  # Factor of the gaps between requests; 2 halves the rate.
+    num_prompts: int | None = None  # Maximum number of requests, from the first one.
 
     def __post_init__(self) -> None:
         for name, value in (("--scale-lengths", self.lengths), ("--time-scale", self.time)):
@@ -84,7 +84,7 @@ class Scaling:
             raise InvalidRequestError(f"--num-prompts is {self.num_prompts}.", "Give at least 1.")
 
     def length(self, tokens: int) -> int:
-        """A scaled length, at least one token."""
+        """The scaled length, at least one token."""
         return max(1, round(tokens * self.lengths))
 
 
@@ -92,8 +92,8 @@ def read_trace(path: Path, limit: int | None = None) -> tuple[str, list[TraceLin
     """The format ("mooncake", "sharegpt" or "azure") and the first `limit` requests of a file.
 
     Raises:
-        InvalidRequestError: the file cannot be read, or a line (an entry) is not as its format
-            wants it.
+        InvalidRequestError: the file cannot be read, or a line or an entry does not have its
+            format.
     """
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -168,7 +168,7 @@ def _azure(path: Path, file: Iterable[str]) -> Iterator[TraceLine]:
 
 
 def _azure_time(text: str) -> datetime.datetime:
-    """UTC; some files give a time zone."""
+    """Convert to UTC; some files contain a time zone."""
     found = datetime.datetime.fromisoformat(text.strip())
     return found.replace(tzinfo=None) - (found.utcoffset() or datetime.timedelta())
 
@@ -182,7 +182,8 @@ def _sharegpt(path: Path, file: Iterable[str]) -> Iterator[TraceLine]:
         if turns is None:
             raise _bad(path, where, "it has no list 'conversations'")
         if len(turns) < 2:
-            # nothing was answered: public files have many of these, and every tool leaves them out
+            # Nothing was answered: published files have many such entries, and all tools ignore
+            # them.
             continue
         question, answer = (_decoded(turn, Turn, path, where).value for turn in turns[:2])
         if question.strip() and answer.strip():

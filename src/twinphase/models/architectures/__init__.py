@@ -1,7 +1,7 @@
-"""One file per architecture: it says how the architecture differs from Llama, and computes nothing.
+"""One file per architecture, with its differences from Llama; nothing is computed here.
 
-A file has `HF`, the model types of Hugging Face's config.json with the name that GGUF has for each,
-and `describe`.
+A file has `HF`, which maps model types in Hugging Face's config.json to GGUF's names, and
+`describe`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GGUF_NAMES: dict[str, str] = {
     model_type: name for family in _FAMILIES for model_type, name in family.HF.items()
 }
 _BY_GGUF_NAME = {name: family for family in _FAMILIES for name in family.HF.values()}
-# Models that people ask for, by the beginning of both formats' names, and what they would need.
+# Models that users ask for, by the start of both formats' names, and the missing feature.
 _KNOWN_MISSING = {
     "gemma3n": "AltUp's four streams of hidden states",
     "mistral4": "latent attention (MLA)",
@@ -40,10 +40,10 @@ def _unsupported(architecture: str, field: str, name: str, known: list[str]) -> 
 
 
 def gguf_architecture(model_type: object, name: str) -> str:
-    """GGUF's name for the `model_type` of a config.json; `name` is the model's, for the message.
+    """GGUF's name for the `model_type` of a config.json; `name` is the model's name in messages.
 
     Raises:
-        UnsupportedModelError: not the type of a supported architecture.
+        UnsupportedModelError: the architecture is not supported.
     """
     if not isinstance(model_type, str) or model_type not in _GGUF_NAMES:
         raise _unsupported(str(model_type), " (model_type)", name, sorted(_GGUF_NAMES))
@@ -54,8 +54,8 @@ def describe(config: Config) -> Blueprint:
     """The blueprint of a model.
 
     Raises:
-        UnsupportedModelError: an architecture or a feature that is not known.
-        CheckpointError: a field that is missing or absurd.
+        UnsupportedModelError: the architecture or a feature is not supported.
+        CheckpointError: a field is missing or has an impossible value.
     """
     if config.architecture not in _BY_GGUF_NAME:
         raise _unsupported(config.architecture, "", config.name, sorted(_BY_GGUF_NAME))

@@ -1,6 +1,6 @@
-"""EXAONE 4.0 (LG AI Research, 2025): norms after each half instead of before it, and on heads.
+"""EXAONE 4.0 (LG AI Research, 2025): norms after each half instead of before, and on heads.
 
-The larger model has a window on three of four layers, and the fourth rotates nothing; the smaller
+The larger model has a window in three of four layers, and no RoPE in the fourth; the smaller model
 has neither.
 """
 
@@ -19,7 +19,7 @@ def describe(config: Config) -> Blueprint:
         norm_before=False,
         norm_after=True,
         qk_norm="head",
-        # Asked for only if there is a window: the smaller model has 0 as its pattern.
+        # This is called only if there is a window: the smaller model's pattern is 0.
         windowed=lambda layer: (layer + 1) % config.integer("sliding_window_pattern", 4) != 0,
         window=default_window,
         rotates=lambda layer, window: window is not None or not has_windows,

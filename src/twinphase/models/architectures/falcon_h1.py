@@ -1,4 +1,4 @@
-"""Falcon-H1 (TII, 2025): each layer has attention and Mamba-2 side by side, on the same rows.
+"""Falcon-H1 (TII, 2025): each layer applies attention and Mamba-2 to the same rows.
 
 It was trained under muP, whose multipliers GGUF's converter has folded into the weights.
 """
@@ -17,7 +17,7 @@ def describe(config: Config) -> Blueprint:
     every_layer = tuple(range(config.integer("num_hidden_layers")))
     hidden = config.integer("hidden_size")
     values = config.integer("mamba_d_ssm", config.integer("mamba_expand", 2) * hidden)
-    # llama.cpp has no norm before the gate, and its files do not name it.
+    # llama.cpp has no norm before the gate, and its files have no field for it.
     early = not config.is_gguf and config.flag("mamba_norm_before_gate", True)
     normed = config.flag("mamba_rms_norm", False)
     norm = "none" if not normed else "before_gate" if early else "after_gate"
@@ -31,7 +31,7 @@ def describe(config: Config) -> Blueprint:
 
 
 def _multipliers(config: Config) -> dict[str, Any]:
-    """Fields of the blueprint; the norm's rows carry the factor of Mamba-2's gate."""
+    """Fields of the blueprint; the norm's rows include the factor of Mamba-2's gate."""
     gate, values, keys, queries, steps = config.reals("ssm_multipliers", 5)
     names = "attention_in", "attention_out", "key", "ssm_in", "ssm_out"
     read, added, key, state_in, state_out = (config.real(f"{n}_multiplier", 1.0) for n in names)

@@ -1,6 +1,6 @@
-"""Gemma (Mesnard et al., 2024): a wide head, GELU, a scaled embedding that is also the head.
+"""Gemma (Mesnard et al., 2024): wide heads, GELU, and a scaled embedding that is also the head.
 
-Its norms are stored as w of 1 + w, except in GGUF, whose converter adds the 1.
+Norms use 1 + w and are stored as w; GGUF's converter adds the 1.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Gemma 2 (Riviere et al., 2024): norms around both halves, softcaps, some windows."""
+"""Gemma 2 (Riviere et al., 2024): norms around both halves, softcaps, and windows."""
 
 from twinphase.blueprint import Blueprint
 from twinphase.models.architectures import gemma
@@ -9,7 +9,7 @@ LAYERS_OF_27B = 46
 
 
 def describe(config: Config) -> Blueprint:
-    # GGUF files always cap; in a folder a missing field means the default, and null no cap.
+    # GGUF files always cap. In a folder, a missing field means the default, and null means no cap.
     capped = config.is_gguf or "attn_logit_softcapping" not in config.fields
     return gemma.describe(
         config,
@@ -25,7 +25,7 @@ def describe(config: Config) -> Blueprint:
 def attention_scale(config: Config, layers_of_largest: int) -> float:
     """1 / sqrt(query_pre_attn_scalar).
 
-    GGUF does not store the scalar: it is the head size, except for the largest model.
+    GGUF does not store query_pre_attn_scalar, which is the head size except in the largest model.
     """
     if config.is_gguf and config.integer("num_hidden_layers") == layers_of_largest:
         scalar = config.integer("hidden_size") / config.integer("num_attention_heads")

@@ -1,6 +1,6 @@
-"""Gemma 3 (text; Kamath et al., 2025): Gemma 2 with norms on heads in place of the scores' softcap.
+"""Gemma 3 (text; Kamath et al., 2025): Gemma 2 with norms on heads instead of a softcap on scores.
 
-Five of six layers have a window and a RoPE base of their own.
+Five of six layers have a window and their own RoPE base.
 """
 
 from twinphase.blueprint import Blueprint

@@ -1,7 +1,7 @@
-"""Gemma 4 (text; Google, 2026): Gemma 3 with other heads in full layers, and layers that share KV.
+"""Gemma 4 (text; Google, 2026): Gemma 3 with other heads in full layers, and shared KV.
 
-The smaller models add an embedding in every layer. Of a head of a full layer, only the first pairs
-rotate, by frequencies of the whole head.
+The smaller models add an embedding in every layer. In full layers, only the first pairs of a head
+rotate, with the frequencies of the whole head.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ HF = {"gemma4": "gemma4", "gemma4_text": "gemma4", "gemma4_unified": "gemma4"}
 HF["gemma4_unified_text"] = "gemma4"
 WINDOWED = "sliding_attention"
 FULL = "full_attention"
-# Of the full layers' pairs that rotate, where a configuration does not say it.
+# Default share of the full layers' pairs that rotate.
 ROTATED = 0.25
 
 
@@ -34,7 +34,7 @@ def describe(config: Config) -> Blueprint:
                 f"Known are: {WINDOWED}, {FULL}.",
             )
     if not config.is_gguf:
-        types[-1] = FULL  # as the family's class does
+        types[-1] = FULL  # The family's class does this too.
     if not set(types[layers - shared :]) <= set(types[: layers - shared]):
         raise CheckpointError(
             f"{config.name} has {shared} layers that share the keys and values of others "
@@ -42,19 +42,20 @@ def describe(config: Config) -> Blueprint:
             FIX,
         )
     fields = dict(config.fields) | {"layer_types": types, "rotary_dim": None}
-    # Layers without a window: their heads, and whether values are keys.
+    # The heads of layers without a window, and whether their keys are also the values.
     full, equal = _gguf_heads(config, fields, types) if config.is_gguf else _heads(config, types)
     widths = _ffn_widths(config, layers, shared)
     fields["intermediate_size"] = widths[0]
     tensors = {k: v for k, v in config.tensors.items() if k != "rope_freqs.weight"}
     plain = replace(config, fields=fields, tensors=tensors)
-    small = config.fields.get("model_type") in ("gemma4", "gemma4_text")  # their class's defaults
+    # These are the defaults of the family's class.
+    small = config.fields.get("model_type") in ("gemma4", "gemma4_text")
     blueprint = gemma.describe(
         plain,
         norm_offset=0.0,
         norm_after=True,
         window=None if config.is_gguf else 512 if small else 1024,
-        # The full layers' rotation is replaced.
+        # The full layers' rotation is replaced below.
         window_rope={"theta_field": "rope_local_base_freq", "layer_type": WINDOWED},
         qk_norm="head",
         attention_scale=1.0,
@@ -93,7 +94,7 @@ def _refuse(config: Config) -> None:
 def _heads(config: Config, types: list[str]) -> tuple[KVShape, bool]:
     usual = config.integer("num_key_value_heads", 4)
     equal = config.flag("attention_k_eq_v", False)
-    own = config.table("per_layer_config")  # as newer versions of transformers save it
+    own = config.table("per_layer_config")  # Newer versions of transformers save it like this.
     if not own:
         heads = config.integer("num_global_key_value_heads", usual) if equal else usual
         return KVShape(heads, config.integer("global_head_dim", 512)), equal
@@ -108,7 +109,7 @@ def _heads(config: Config, types: list[str]) -> tuple[KVShape, bool]:
 
 
 def _gguf_heads(config: Config, fields: dict[str, Any], types: list[str]) -> tuple[KVShape, bool]:
-    """The heads of each layer; writes those of layers with a window into `fields`."""
+    """The heads of full layers; writes the heads of layers with a window into `fields`."""
     size = config.integer("head_dim")
     usual = config.integer("num_key_value_heads")
     counts = config.sequence("kv_heads_by_layer", len(types)) or [usual] * len(types)
@@ -134,7 +135,7 @@ def _ffn_widths(config: Config, layers: int, shared: int) -> tuple[int, ...]:
 
 
 def _full_rope(config: Config, head_dim: int) -> Rope:
-    """Proportional rotation: pairs (i, i + head_dim / 2), the later ones not at all."""
+    """Proportional rotation of pairs (i, i + head_dim / 2), where the later pairs do not rotate."""
     parameters = config.table("rope_parameters").get(FULL)
     parameters = parameters if isinstance(parameters, dict) else {}
     given = replace(config, fields={**config.fields, **parameters})
@@ -152,7 +153,7 @@ def _full_rope(config: Config, head_dim: int) -> Rope:
             f"{config.name} rotates more than a head (partial_rotary_factor).", FIX
         )
     divisors = config.tensors.get("rope_freqs.weight")
-    if divisors is not None:  # those of pairs that do not rotate are 1e30
+    if divisors is not None:  # The divisors of pairs that do not rotate are 1e30.
         if len(divisors) != pairs or not all(divisor > 0 for divisor in divisors):
             raise CheckpointError(
                 f"{config.name} needs {pairs} positive RoPE factors (rope_freqs.weight).", FIX

@@ -1,4 +1,4 @@
-"""GLM-4 (0414) and GLM-Z1 (Z.ai, 2025): norms around both halves; half of each head rotates."""
+"""GLM-4 (0414) and GLM-Z1 (Z.ai, 2025): norms around both halves, and RoPE on half of each head."""
 
 from twinphase.blueprint import Blueprint
 from twinphase.models.config import Config

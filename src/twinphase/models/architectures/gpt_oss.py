@@ -20,6 +20,7 @@ def describe(config: Config) -> Blueprint:
         output_bias=True,
         activation="swiglu_oai",
         sinks=True,
-        # The softmax over the chosen experts' logits is that over all of them, renormalized.
+        # A softmax over the chosen experts' logits equals the renormalized softmax over all of
+        # them.
         experts=experts(config, size, renormalize=True, bias=True),
     )

@@ -1,4 +1,4 @@
-"""Granite 3, 4.1 and 4.2 (IBM, 2024): scalars on embedding, both halves, attention and logits."""
+"""Granite 3, 4.1 and 4.2 (IBM, 2024): scalars on embedding, both halves, attention, and logits."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ HF = {"granite": "granite"}
 
 
 def describe(config: Config, **differences: Any) -> Blueprint:
-    # llama.cpp takes a missing attention.scale for the usual one, transformers for 1.
+    # llama.cpp replaces a missing attention.scale by the usual one, transformers by 1.
     usual = config.is_gguf and "attention_multiplier" not in config.fields
-    # GGUF has no other place to say that nothing is rotated.
+    # GGUF has no other field for the absence of RoPE.
     rotated = config.table("rope_scaling").get("finetuned", True)
     differences.setdefault("rotates", lambda layer, window: rotated)
     return llama_like(

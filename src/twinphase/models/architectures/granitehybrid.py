@@ -1,7 +1,7 @@
-"""Granite 4.0 (IBM, 2025): Granite 3, most of whose layers are Mamba-2 in the models named -H.
+"""Granite 4.0 (IBM, 2025): Granite 3, where most layers of the models named -H are Mamba-2.
 
-The feed-forward layer of a dense model is the expert that every token of a mixture goes through.
-GGUF calls models whose layers all have attention `granite`.
+The feed-forward layer of a dense model is the shared expert of a mixture. GGUF calls models whose
+layers all have attention `granite`.
 """
 
 from dataclasses import replace

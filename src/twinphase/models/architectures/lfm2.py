@@ -1,7 +1,7 @@
-"""LFM2 (Liquid AI, 2025): most layers are gated short convolutions, the others attend.
+"""LFM2 (Liquid AI, 2025): most layers are gated short convolutions, the others attention.
 
-The norm before the head is called an embedding's norm in both formats. LFM2-MoE has experts in all
-but its first layers, chosen by sigmoids and a bias.
+Both formats call the norm before the head the embedding's norm. LFM2-MoE has experts in all but its
+first layers, chosen by sigmoids and a bias.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ def describe(config: Config) -> Blueprint:
     if types is None and isinstance(attention, list):
         types = ["full_attention" if layer in attention else "conv" for layer in range(layers)]
     recurrent = [layer for layer, kind in enumerate(types or ()) if kind == "conv"]
-    # Those that are left have to be types of attention.
+    # The remaining types must be types of attention.
     fields["layer_types"] = types and ["full_attention" if t == "conv" else t for t in types]
     mixture = config.architecture == MIXTURE
     if not mixture:
@@ -65,7 +65,7 @@ def _mixture(config: Config, layers: int) -> dict[str, Any]:
 
 
 def _ffn_size(config: Config) -> int:
-    """The width that `Lfm2MLP` makes of the stored one, which GGUF has worked out."""
+    """The width that `Lfm2MLP` computes from the stored one; GGUF stores the result."""
     size = config.integer("block_ff_dim", config.integer("intermediate_size"))
     if config.is_gguf or not config.flag("block_auto_adjust_ff_dim", True):
         return size

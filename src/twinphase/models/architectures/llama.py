@@ -1,7 +1,7 @@
 """Llama (Touvron et al., 2023), Mistral and Mixtral (Jiang et al., 2023, 2024), and SmolLM2.
 
 RMSNorm before each half, rotary embedding, grouped-query attention, SwiGLU. Mistral may add a
-window on every layer, Mixtral experts; in GGUF both are a llama.
+window in every layer, and Mixtral adds experts; GGUF calls both `llama`.
 """
 
 from twinphase.blueprint import Blueprint

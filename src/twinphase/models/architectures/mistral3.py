@@ -1,6 +1,6 @@
-"""Ministral 3 (Mistral AI, 2025): a Llama with YaRN whose queries grow with their position.
+"""Ministral 3 (Mistral AI, 2025): a Llama with YaRN, whose queries are scaled by position.
 
-Mistral Small 3 has the same name on the outside, `mistral3`, and is a `mistral` inside.
+Mistral Small 3 has the same outer model type, `mistral3`, but its text model is a `mistral`.
 """
 
 from twinphase.blueprint import Blueprint

@@ -1,6 +1,6 @@
 """Nemotron-H (NVIDIA, 2025): each layer is Mamba-2, attention without RoPE, or feed-forward.
 
-The latter has no gate: it squares what ReLU leaves of its rows.
+The feed-forward layer has no gate; its activation is ReLU squared.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from twinphase.models.config import FIX, Config
 from twinphase.models.family import llama_like, mamba2, refuse_biases
 
 HF = {"nemotron_h": "nemotron_h"}
-# The letters of `hybrid_override_pattern`, by the names in `layers_block_type`.
+# Letters of `hybrid_override_pattern` for the names in `layers_block_type`.
 MAMBA, ATTENTION, FFN, EXPERTS = "M*-E"
 LETTERS = {
     **dict.fromkeys(("mamba", "linear_attention"), MAMBA),
@@ -19,7 +19,7 @@ LETTERS = {
     "mlp": FFN,
     "moe": EXPERTS,
 }
-# Fields that other models with Mamba-2 name differently.
+# Fields with other names than in other models with Mamba-2.
 FIELDS = {
     "mamba_num_heads": "mamba_n_heads",
     "n_groups": "mamba_n_groups",
@@ -27,7 +27,7 @@ FIELDS = {
     "ssm_state_size": "mamba_d_state",
     "use_conv_bias": "mamba_conv_bias",
     "layer_norm_epsilon": "rms_norm_eps",
-    "layer_norm_eps": "rms_norm_eps",  # of a GGUF file, whose key is that of LayerNorm
+    "layer_norm_eps": "rms_norm_eps",  # A GGUF file uses LayerNorm's key for it.
     "attention_head_dim": "head_dim",
 }
 
@@ -60,7 +60,7 @@ def describe(config: Config) -> Blueprint:
 
 
 def _widths(config: Config) -> list[int]:
-    """Width of each layer's feed-forward layer in a GGUF file; 0 for a layer without one."""
+    """The width of each layer's feed-forward layer in a GGUF file; 0 for a layer without one."""
     widths = config.sequence("intermediate_size", config.integer("num_hidden_layers")) or []
     if not all(type(width) is int and width >= 0 for width in widths) or not any(widths):
         raise CheckpointError(
@@ -72,7 +72,7 @@ def _widths(config: Config) -> list[int]:
 
 
 def _pattern(config: Config) -> str:
-    """A letter for each layer."""
+    """The pattern of layers, with one letter per layer."""
     layers = config.integer("num_hidden_layers")
     given = config.fields.get("hybrid_override_pattern")
     if config.is_gguf:

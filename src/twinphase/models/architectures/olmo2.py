@@ -1,6 +1,6 @@
-"""OLMo 2 (Team OLMo, 2024): norms after each half, not before it, and over all heads.
+"""OLMo 2 (Team OLMo, 2024): norms after each half instead of before, and over all heads.
 
-OLMo 3 (2025) has a window on three of four layers, and stretches only the RoPE of the fourth.
+OLMo 3 (2025) has a window in three of four layers, and RoPE scaling only in the fourth.
 """
 
 from twinphase.blueprint import Blueprint

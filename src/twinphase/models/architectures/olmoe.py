@@ -1,4 +1,4 @@
-"""OLMoE (Muennighoff et al., 2024): small experts, and norms over all query and all key heads."""
+"""OLMoE (Muennighoff et al., 2024): small experts, and norms over all query and key heads."""
 
 from twinphase.blueprint import Blueprint
 from twinphase.errors import UnsupportedModelError

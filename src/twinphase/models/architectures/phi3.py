@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4-mini (Abdin et al., 2024): fused matrices, LongRoPE, in some a window."""
+"""Phi-3 and Phi-4-mini (Abdin et al., 2024): fused matrices, LongRoPE, and optional windows."""
 
 from twinphase.blueprint import Blueprint
 from twinphase.models.config import Config

@@ -14,7 +14,7 @@ def describe(config: Config) -> Blueprint:
 
 
 def window_rule(config: Config) -> Callable[[int], bool]:
-    """Which layers have the window in Qwen's configuration classes."""
+    """The rule for layers with a window in Qwen's configuration classes."""
     first = config.integer("max_window_layers", 28, least=0)
     on = config.flag("use_sliding_window", False)
     return lambda layer: on and layer >= first

@@ -1,7 +1,7 @@
-"""Qwen3.5, 3.6 and 3.8: a gated delta rule in three of four layers, a gate on attention's result.
+"""Qwen3.5, 3.6 and 3.8: a gated delta rule in three of four layers, and gated attention.
 
-Only a quarter of a head rotates. The MoE models have experts, and one more that every token
-goes through. `models/mtp.py` has the layer for further tokens (MTP).
+Only a quarter of a head rotates. The MoE models have experts and a shared expert. `models/mtp.py`
+has the multi-token prediction layer (MTP).
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ RECURRENT = ("linear_attention", "conv")
 
 
 def describe(config: Config) -> Blueprint:
-    # A folder names its further layers apart, a GGUF file counts them with the others.
+    # A folder counts MTP layers separately, a GGUF file counts them with the others.
     drafting = config.integer("nextn_predict_layers", 0, least=0)
     layers = config.integer("num_hidden_layers") - (drafting if config.is_gguf else 0)
     if layers < 1:
@@ -70,7 +70,7 @@ def _mixture(config: Config) -> Experts:
 
 
 def _delta_net(config: Config) -> DeltaNet:
-    """GGUF's converter reorders value heads, and works out the decays."""
+    """The delta rule; GGUF's converter reorders value heads and precomputes the decays."""
     key_heads = config.integer("linear_num_key_heads", 16)
     value_heads = config.integer("linear_num_value_heads", 32)
     value_dim = config.integer("linear_value_head_dim", 128)

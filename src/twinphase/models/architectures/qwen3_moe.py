@@ -1,4 +1,4 @@
-"""Qwen3-MoE: a Qwen3 with experts of their own width in every layer."""
+"""Qwen3-MoE: Qwen3 with experts, which have their own width, in every layer."""
 
 from twinphase.blueprint import Blueprint
 from twinphase.models.architectures import qwen3
@@ -9,7 +9,7 @@ HF = {"qwen3_moe": "qwen3moe"}
 
 
 def describe(config: Config) -> Blueprint:
-    # GGUF does not say; every published model renormalizes, and so does llama.cpp.
+    # GGUF has no field for it; every published model renormalizes, and so does llama.cpp.
     renormalize = config.flag("norm_topk_prob", config.is_gguf)
     mixture = experts(config, "moe_intermediate_size", renormalize=renormalize)
     return qwen3.describe(config, experts=mixture)

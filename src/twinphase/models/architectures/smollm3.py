@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face, 2025): every fourth layer rotates nothing."""
+"""SmolLM3 (Hugging Face, 2025): every fourth layer has no RoPE."""
 
 from twinphase.blueprint import Blueprint
 from twinphase.models.architectures.qwen2 import window_rule
@@ -11,7 +11,8 @@ HF = {"smollm3": "smollm3"}
 def describe(config: Config) -> Blueprint:
     layers = config.integer("num_hidden_layers")
     interval = config.integer("no_rope_layer_interval", 4)
-    flags = config.sequence("no_rope_layers", layers)  # despite the name, 0 where nothing rotates
+    # Despite the name, 0 marks a layer without RoPE.
+    flags = config.sequence("no_rope_layers", layers)
     rotated = flags or [(layer + 1) % interval for layer in range(layers)]
     return llama_like(
         config,
