@@ -1,7 +1,7 @@
-"""The conditions of a measurement: machine, model file, versions, command line, other load.
+"""The conditions of a measurement: machine, model, versions, command line, other programs.
 
-What cannot be found out is "unknown". Nothing secret gets in: values of options that hold keys
-are left out, and the user's home folder is written as ~.
+Conditions that cannot be determined are "unknown". Secrets are omitted: values of options with keys
+are removed, and the user's home folder is written as ~.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from twinphase_bench.targets.target import TargetFacts
 UNKNOWN = "unknown"
 SECRET_WORDS = {"key", "token", "secret", "password", "authorization", "header"}
 URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://\S+")
-# Any system uses less than this in the background.
+# Every system uses less than this in the background.
 MIN_NOTABLE_CORES = 0.1
 
 
@@ -40,15 +40,15 @@ def conditions(
     command: Sequence[str] | None = None,
     flags: Mapping[str, object] | None = None,
 ) -> dict[str, str]:
-    """What a reader needs to judge a measurement and to repeat it, in display order.
+    """The conditions that a reader needs to judge and repeat a measurement, in display order.
 
     Args:
-        facts: of the target.
-        model: its file, where it is here.
-        threads: that compute; None is unknown.
+        facts: facts of the target.
+        model: the model's file, if it is on this machine.
+        threads: number of compute threads; None is unknown.
         isa: instruction-set path; "" is unknown.
-        command: the command line; default: of this process.
-        flags: settings of the measurement that the command line does not show.
+        command: command line; by default this process's.
+        flags: settings of the measurement that are not in the command line.
     """
     found = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")}
     found["command"] = command_line(sys.argv if command is None else command)
@@ -105,7 +105,7 @@ def _known(find: Callable[[], str]) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 over every byte of a file, "unknown" where it is not a readable file.
+    """SHA-256 over every byte of a file; "unknown" if the file cannot be read.
 
     Seconds for a large model.
     """
@@ -119,7 +119,7 @@ def _sha256(path: Path, size: int, mtime_ns: int) -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """A command line to type again, without secrets and without the program's folder."""
+    """A command line to repeat, without secrets and without the program's folder."""
     program = Path(arguments[0]).name
     words = ["twinphase" if program in ("__main__.py", "cli.py") else program]
     hide_next = False
@@ -137,20 +137,20 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def _quoted(argument: str) -> str:
-    # A shell must see ~ to put the home folder in its place.
+    # The ~ must not be quoted, so that the shell replaces it.
     return "~/" + shlex.quote(argument[2:]) if argument.startswith("~/") else shlex.quote(argument)
 
 
 def _is_secret(name: str) -> bool:
-    # Whole words, so that "--max-tokens" is no secret and "--api-key" is.
+    # Whole words are compared, so that "--max-tokens" is not a secret but "--api-key" is.
     return not SECRET_WORDS.isdisjoint(name.lower().replace("_", "-").split("-"))
 
 
 def public(text: str) -> str:
-    """Text without the secrets of URLs (user, password, query, fragment) and the home folder."""
+    """The text without secrets in URLs (user, password, query, fragment) and home folder."""
     from twinphase_bench.client.client import (
         without_secrets,
-    )  # its parser is not in a peer engine's environment
+    )  # The parser is not available in another engine's environment.
 
     text = URL.sub(lambda found: without_secrets(found[0]), text)
     home = os.path.expanduser("~")
@@ -158,11 +158,11 @@ def public(text: str) -> str:
 
 
 class Bystanders:
-    """Other programs that used the CPU during a measurement, by the kernel's counters.
+    """Measures the CPU use of other programs during a measurement, by the kernel's counters.
 
-    A context manager: the measurement runs inside. This process and its descendants are the
-    measurement; everything else on the machine is a bystander. Afterwards `cores` says how many
-    cores others used on average, None where the kernel does not say.
+    The measurement runs inside this context manager. This process and its descendants belong to the
+    measurement; all other processes are bystanders. Afterwards `cores` is the average number of
+    cores that bystanders used; None if unknown.
     """
 
     def __init__(self) -> None:
@@ -180,17 +180,16 @@ class Bystanders:
         seconds = time.perf_counter() - self._time
         if self._start is not None and end is not None and seconds > 0 and end[0] > self._start[0]:
             ticks = (end[0] - self._start[0]) - (end[1] - self._start[1])
-            # Counters of processes and of the machine are read one after the other, hence a tick
-            # less than none.
+            # The counters are read one after the other, so the difference may be slightly negative.
             self.cores = max(0.0, ticks / os.sysconf("SC_CLK_TCK") / seconds)
 
     def _read(self) -> tuple[int, int] | None:
-        """(ticks of the machine, ticks of the measurement); None if the kernel gives none."""
+        """(ticks of the machine, ticks of the measurement); None if unavailable."""
         used = _machine_ticks()
         return None if used is None else (used, _ticks_of_tree(os.getpid()))
 
     def noise(self) -> str:
-        """One sentence for `Report.noise`."""
+        """A sentence for `Report.noise`."""
         if self.cores is None:
             return (
                 "How much CPU others used during the measurement is unknown: the kernel does not "
@@ -207,9 +206,9 @@ class Bystanders:
 
 
 def _machine_ticks() -> int | None:
-    """CPU ticks that everything on this machine has used, or None where the kernel does not say."""
+    """CPU ticks used by all processes of this machine; None if unavailable."""
     try:
-        # user, nice, system, then (after idle and iowait) irq, softirq, steal.
+        # The columns are user, nice, system, then (after idle and iowait) irq, softirq, steal.
         used = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except (OSError, ValueError, IndexError):
         return None
@@ -221,11 +220,12 @@ def _ticks_of_tree(root: int) -> int:
     children: dict[int, list[int]] = {}
     ticks = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
+        # The process has ended in the meantime.
+        with contextlib.suppress(OSError, ValueError, IndexError):
             words = (entry / "stat").read_text().rpartition(")")[2].split()
             children.setdefault(int(words[1]), []).append(int(entry.name))
             ticks[int(entry.name)] = sum(map(int, words[11:15]))
     tree = [root]
-    for pid in tree:  # which grows meanwhile
+    for pid in tree:  # The list grows during the loop.
         tree += children.pop(pid, [])
     return sum(ticks.get(pid, 0) for pid in tree)

@@ -1,4 +1,4 @@
-"""Packages of the bench extra, imported on first use; a missing one is a clear error."""
+"""Imports packages of the bench extra on first use, with a clear error if one is missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from twinphase import TwinphaseError, install_command, note
 
-# Of plots and pages; scipy, for the intervals of `bench compare`, is the rest of the extra.
+# Packages for plots and pages; the extra also has scipy, for the intervals of `bench compare`.
 DRAWING = ("altair", "vl_convert")
 
 
@@ -22,7 +22,7 @@ def can_draw() -> bool:
 
 
 def note_missing_plots() -> None:
-    """Say before minutes are spent what a report will lack, if it will."""
+    """Warn, before a long measurement, that the report will have no plots."""
     if not can_draw():
         note(
             "The extra [bench] is not installed: there will be tables, but no plots and no HTML "
@@ -35,25 +35,24 @@ def require(module: str, packages: str | None = None) -> Any:
 
     Args:
         module: dotted name: "scipy.stats", "vl_convert".
-        packages: what `pip install` gets if the module is not one of the bench extra.
+        packages: arguments of `pip install` if the module is not part of the bench extra.
 
     Raises:
-        MissingExtraError: its package is not installed. One that is installed and broken raises
-            what it raises.
+        MissingExtraError: its package is not installed. A broken package raises its own error.
     """
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != package:
-            raise  # the package is there, and something that it needs is not
+            raise  # The package is installed, but one of its dependencies is not.
     what = package if packages else "the bench extra"
     command = f"pip install {packages}" if packages else install_command("bench")
     raise MissingExtraError(f"This needs {what}: {package} is not installed.", command)
 
 
 class OnFirstUse:
-    """A module of the bench extra that is imported when one of its attributes is used."""
+    """A module of the bench extra, imported when one of its attributes is used."""
 
     def __init__(self, module: str) -> None:
         self._module = module

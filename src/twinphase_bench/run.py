@@ -1,7 +1,6 @@
 """`twinphase bench` from a target to a report: runs the measurements and joins their parts.
 
-Not for options (`commands/bench.py`), nor for what a sweep (`sweep/report.py`) or a load
-(`load/report.py`) found.
+`commands/bench.py` has the options; `sweep/report.py` and `load/report.py` report the findings.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from twinphase_bench.targets.phases_of_url import PhasesOfUrl
 from twinphase_bench.targets.target import Target, TargetFacts
 
 CLIENT = "client"
-# The length of a prompt of text is only about right, so a part of the context stays free.
+# The length of a text prompt is only approximate, so a part of the context stays free.
 PLANNED_TEXT_SHARE = 0.95
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What one measurement gives to the report; `data` is stored under `name`."""
+    """The contribution of one measurement to the report; `data` is stored under `name`."""
 
     name: str
     verdicts: Sequence[Verdict]
@@ -49,12 +48,12 @@ def run_sweep(target: Target, options: SweepOptions, progress: Progress) -> Phas
     if isinstance(target, PhasesOfUrl):
         target.forget()
     plan = make_plan(context, options, pace)
-    # A server on this machine is one of the others; and what it did elsewhere cannot be seen.
+    # A server on this machine would count as another program; one elsewhere is not visible.
     return sweep(target, plan, progress, watch_others=not server)
 
 
 def sweep_parts(result: PhaseSweep) -> Parts:
-    """The sweep's parts of the report."""
+    """The parts of the report from a sweep."""
     plan = result.plan
     batches = sorted({place.batch for place in plan.places})
     flags = {
@@ -78,7 +77,7 @@ def sweep_parts(result: PhaseSweep) -> Parts:
 
 
 def client_parts(target: Target) -> list[Parts]:
-    """Whether the client kept up with the sweep of a server; empty for other targets."""
+    """Whether the client kept up with a server's sweep; empty for other targets."""
     if not isinstance(target, PhasesOfUrl):
         return []
     fault = target.client_fault()
@@ -94,7 +93,7 @@ def client_parts(target: Target) -> list[Parts]:
 
 
 def bench_report(facts: TargetFacts, parts: Sequence[Parts]) -> Report:
-    """The report of a target; `parts` are what was measured, most important first."""
+    """The report of a target; `parts` are the measurements, most important first."""
     flags = {key: value for part in parts for key, value in part.flags.items()}
     verdicts = [verdict for part in parts for verdict in part.verdicts]
     return Report(

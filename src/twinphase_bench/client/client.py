@@ -1,15 +1,15 @@
-"""A streaming HTTP client that stamps bytes as they arrive, and reads them afterwards.
+"""A streaming HTTP client that records the arrival times of bytes, and parses them later.
 
-Why not a ready-made client: server and client often share a machine, and a stamp must be early.
-Here the time is taken in the first line after the socket was read, and a token costs about 5
-microseconds; a stream reader hands data on when its task is next scheduled, often several pieces
-joined into one.
+A ready-made client would not do, because server and client often share a machine, and timestamps
+must be early. Here the clock is read directly after the socket, and a token costs about 5
+microseconds; a stream reader passes data on when its task is scheduled next, often with several
+pieces joined.
 
-Each request has a connection of its own, opened before the request is due: opening it is never part
-of a latency (`connect_seconds` has it), no connection is found closed by the server, and a load
-balancer spreads the requests as it would those of many users.
+Each request has its own connection, opened before the request is due. So connecting is never part
+of a latency (`connect_seconds` has its time), no connection was closed by the server in the
+meantime, and a load balancer distributes the requests like those of many users.
 
-Not for: redirects, proxies, compression, HTTP/2. What a stream says is read by `sse.py`.
+Redirects, proxies, compression and HTTP/2 are not supported. `sse.py` parses the streams.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ import uvloop
 
 from twinphase import InvalidRequestError
 
-# An `intended` time of SEND_NOW sends once the connection is open, and counts from that moment.
+# This value of `intended` sends once the connection is open, and latencies count from then.
 SEND_NOW = math.nan
-# Event loops sleep by the millisecond, so the end of a wait spins the loop.
+# Event loops sleep in milliseconds, so the last part of a wait is a busy loop.
 SPIN_SECONDS = 0.0015
 DONE = b"[DONE]"
-# Kinds of failures: this machine could not send the request; the client did not wait for the reply.
+# Kinds of failures: this machine could not send the request, or the client stopped waiting.
 CLIENT_LIMIT = "client limit"
 LEFT_BY_CLIENT = "left"
 WENT_AWAY = f"{LEFT_BY_CLIENT}: the client went away"
@@ -60,14 +60,14 @@ Value = TypeVar("Value")
 
 
 class ServerUnreachableError(InvalidRequestError):
-    """No server answers at the address, or one that does not speak HTTP."""
+    """No HTTP server answers at the address."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is.
+    """The address of a server.
 
-    `path` comes before every route ("" or "/v1"); `resolve` looks `ip` up once.
+    `path` is the prefix of every route ("" or "/v1"); `resolve` looks up `ip` once.
     """
 
     scheme: str
@@ -80,10 +80,10 @@ class Address:
     def parse(cls, url: str) -> Address:
         """Parse a URL, with or without its scheme.
 
-        User, password and query are dropped: they may be secrets.
+        User, password and query are removed, because they may be secrets.
 
         Raises:
-            InvalidRequestError: it is not a URL of a server.
+            InvalidRequestError: the text is not a server's URL.
         """
         shown = without_secrets(url)
         reason = ""
@@ -104,10 +104,10 @@ class Address:
         return f"{self.scheme}://{host}:{self.port}"
 
     async def resolve(self) -> Address:
-        """Look up the first address of the host that accepts a connection.
+        """Find the first address of the host that accepts a connection.
 
         Raises:
-            ServerUnreachableError: there is none.
+            ServerUnreachableError: no address accepts a connection.
         """
         opening = asyncio.get_running_loop().create_connection(
             asyncio.Protocol, self.host, self.port
@@ -128,7 +128,7 @@ class Address:
         return replace(self, ip=ip)
 
     def head(self, method: str, route: str, headers: Mapping[str, str], length: int) -> bytes:
-        """Request line and headers for a whole path and a body of `length` bytes."""
+        """Request line and headers for a route and a body of `length` bytes."""
         host = self.url.partition("://")[2]
         lines = [
             f"{method} {route} HTTP/1.1",
@@ -144,25 +144,25 @@ class Address:
 
 @dataclass
 class Reply:
-    """What came back for one request, as it came. All times are seconds of `time.perf_counter`."""
+    """The reply to one request as received; times are seconds of `time.perf_counter`."""
 
-    intended: float  # when the request was to be sent
+    intended: float  # Scheduled send time.
     connect_began: float = math.nan
     connected: float = math.nan
-    sent: float = math.nan  # when its bytes were handed to the socket
-    ended: float = math.nan  # when the reply was complete, or broke
-    status: int = 0  # of HTTP; 0 if nothing came
-    headers: dict[str, str] = field(default_factory=dict)  # names in lower case
+    sent: float = math.nan  # Time when its bytes were written to the socket.
+    ended: float = math.nan  # Time when the reply was complete, or broke off.
+    status: int = 0  # HTTP status; 0 without a reply.
+    headers: dict[str, str] = field(default_factory=dict)  # Names are in lower case.
     pieces: list[tuple[float, bytes]] = field(
         default_factory=list
-    )  # of the body, and when each was read
+    )  # Pieces of the body, with the time when each was read.
     connected_late: bool = (
-        False  # the connection was asked for in time, and was there only after `intended`
+        False  # The connection was requested in time, but was open only after `intended`.
     )
-    # it came to its end: a stream to its [DONE], unless `exchange` waits for more
+    # Whether the reply is complete: a stream up to its [DONE], unless `exchange` waits for more.
     whole: bool = False
-    error: str = ""  # "KIND: details" if it did not
-    asked_tokens: int = 0  # output tokens asked for, as the sender noted; 0 if it did not
+    error: str = ""  # "KIND: details" if the reply is incomplete.
+    asked_tokens: int = 0  # Requested output tokens, as noted by the sender; 0 if unknown.
 
     @property
     def connect_seconds(self) -> float:
@@ -182,7 +182,7 @@ class Reply:
 
 
 class _Exchange(asyncio.Protocol):
-    """One request's connection, which records the arrival time of each piece."""
+    """The connection of one request, which records the arrival time of each piece."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class _Exchange(asyncio.Protocol):
         self._has_length = False
 
     def data_received(self, data: bytes) -> None:
-        self._now = time.perf_counter()  # before anything else
+        self._now = time.perf_counter()  # The clock is read before anything else.
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -216,7 +216,7 @@ class _Exchange(asyncio.Protocol):
         elif self._has_length:
             self.finish("truncated: the connection was closed before the reply's end")
         else:
-            reply.whole = True  # HTTP/1.0: the reply ends with its connection
+            reply.whole = True  # In HTTP/1.0, the reply ends with its connection.
             self.finish()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -231,7 +231,8 @@ class _Exchange(asyncio.Protocol):
         self._reply.pieces.append((self._now, body))
         if DONE in body[-16:] and body.endswith(b"\n") and body.rstrip().endswith(b"data: [DONE]"):
             if not self._to_the_end:
-                self.on_message_complete()  # nothing follows; do not wait for the server to close
+                # Nothing follows, so do not wait for the server to close.
+                self.on_message_complete()
         elif self._leave is not None and self._leave(self._reply):
             self.finish(WENT_AWAY)
 
@@ -274,11 +275,11 @@ async def exchange(
     """Send a request when it is due, and receive its reply; failures are in its `error`.
 
     Args:
-        address: resolved.
-        request: all its bytes.
-        intended: when to send it; the connection is opened at once.
+        address: resolved address.
+        request: all bytes of the request.
+        intended: time to send it; the connection is opened at once.
         timeout: seconds from sending to the end of the reply.
-        leave: asked after each part of the body, but not after a stream's [DONE]: True closes the
+        leave: called after each part of the body, but not after a stream's [DONE]; True closes the
             connection.
         leave_after: seconds from sending after which the connection is closed.
         to_the_end: wait for the end of the HTTP message; otherwise a stream's [DONE] is enough.
@@ -324,7 +325,7 @@ async def exchange(
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()  # reads all certificates: once
+    return ssl.create_default_context()  # Loading reads all certificates, so it is done once.
 
 
 def _connect_error(error: Exception) -> str:
@@ -346,7 +347,7 @@ def without_secrets(url: str) -> str:
     """A URL, even a malformed one, without user, password, query and fragment."""
     scheme, mark, rest = url.partition("://") if "://" in url else ("", "", url)
     user, at, after = rest.rpartition("@")
-    # A password may contain any character, unescaped too. Only an @ behind a host and a slash
+    # A password may contain any character, even unescaped. Only an @ after a host and a slash
     # belongs to a path.
     if at and (":" in user or not re.search(r"[/?#]", user)):
         host_and_port = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:/?#\[]+)(:\d+)?[/?#].*", user)
@@ -355,16 +356,16 @@ def without_secrets(url: str) -> str:
 
 
 def allow_connections(wanted: int) -> None:
-    """Raise this process's limit of open files for `wanted` connections, as far as allowed."""
+    """Raise this process's limit of open files for `wanted` connections, as far as permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + len(os.listdir("/proc/self/fd")) + SPARE_OPEN_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        # If the machine forbids it, the failing connections report it.
+        # If the limit cannot be raised, the failing connections report it.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
 
 
 def run(work: Coroutine[Any, Any, Value]) -> Value:
-    """Run asyncio code on uvloop, the event loop that costs least."""
+    """Run asyncio code on uvloop, the event loop with the lowest overhead."""
     return uvloop.run(work)

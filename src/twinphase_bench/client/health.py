@@ -1,6 +1,6 @@
-"""Whether a load's client kept up.
+"""Checks whether a load's client kept up with the load.
 
-When it did not, the run is void: its figures say how slow the client is.
+If it did not, the run is void, because its figures measure the client.
 
 - *Send lag*, sent - intended, is part of every latency. A request is late above a tenth of the
   median TTFT (1 ms if that is less); void if more than one request and more than 5 % of them are
@@ -10,9 +10,9 @@ When it did not, the run is void: its figures say how slow the client is.
   stamp counts with the lag of the heartbeat in whose interval it was taken, so that a lag while
   nothing arrives does not matter. A stamp is late above half the median gap between tokens (2 ms if
   that is less); void if more than 5 % of the stamps are late.
-- *CPU* of the client's thread: void above 0.9 of a core, where requests queue inside the client.
-- Requests that were not sent, or got no connection because this machine allows no more: void if
-there is one.
+- *CPU* of the client's thread: void above 0.9 of a core, where requests queue inside the client. -
+Requests that were not sent, or got no connection because this machine allows no more: void if there
+is one.
 
 Shares of late requests, not a 99th percentile, which of fewer than 100 is the highest: one hiccup
 voids nothing.
@@ -30,38 +30,38 @@ from dataclasses import dataclass, field
 
 HEARTBEAT_SECONDS = 0.01
 MIN_SEND_LAG_SECONDS = 0.001
-# The event loop's own timer takes 1 ms of it.
+# The event loop's own timer takes 1 ms of this.
 MIN_LOOP_LAG_SECONDS = 0.002
 MAX_SEND_LAG_PER_TTFT = 0.1
 MAX_LOOP_LAG_PER_GAP = 0.5
 MAX_LATE_SHARE = 0.05
 MAX_CORE_SHARE = 0.9
-Beat = tuple[float, float]  # when it was due, and when it came
+Beat = tuple[float, float]  # The times when a heartbeat was due and when it came.
 
 
 @dataclass
 class ClientHealth:
-    """How well the client kept up."""
+    """Measurements of how well the client kept up."""
 
     send_lags: list[float] = field(
         default_factory=list
-    )  # seconds, of requests whose connection was there in time
+    )  # Send lags in seconds of requests whose connection was open in time.
     loop_lags: list[float] = field(
         default_factory=list
-    )  # how late each token may have been stamped, seconds
-    cpu: float = 0.0  # cores that the client's thread used
-    not_sent: int = 0  # requests that were due when too many were in flight
+    )  # Upper bounds in seconds of the delay of each token's timestamp.
+    cpu: float = 0.0  # Cores used by the client's thread.
+    not_sent: int = 0  # Number of requests that were due when too many were in flight.
     connected_late: int = (
-        0  # requests whose connection was there too late though it was asked for in time
+        0  # Number of requests whose connection opened too late although it was requested in time.
     )
     refused: dict[str, int] = field(
         default_factory=dict
-    )  # requests that this machine gave no connection, by reason
+    )  # Requests for which this machine allowed no connection, by reason.
 
     def faults(self, median_ttft: float, median_gap: float) -> tuple[str, ...]:
-        """Why the run is void; empty if it is not.
+        """The reasons why the run is void; empty if it is valid.
 
-        Medians are in seconds, NaN where there are none.
+        Medians are in seconds; NaN if there are none.
         """
         found = []
         # If the median is NaN, the bound is the first value.
@@ -87,7 +87,7 @@ class ClientHealth:
 
 
 def _too_many(lags: Sequence[float], bound: float) -> str:
-    """How many lags are above the bound, if those are too many; empty otherwise."""
+    """The number of lags above the bound, in words, if there are too many; otherwise empty."""
     late = sum(lag > bound for lag in lags)
     if not late or (late < len(lags) and late <= max(1.0, MAX_LATE_SHARE * len(lags))):
         return ""
@@ -95,7 +95,7 @@ def _too_many(lags: Sequence[float], bound: float) -> str:
 
 
 async def watch_loop(beats: list[Beat]) -> None:
-    """Note when each heartbeat was due and when it came, until cancelled."""
+    """Record the due time and the actual time of each heartbeat, until cancelled."""
     while True:
         due = time.perf_counter() + HEARTBEAT_SECONDS
         await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -103,11 +103,12 @@ async def watch_loop(beats: list[Beat]) -> None:
 
 
 def lags_of_stamps(beats: Sequence[Beat], stamps: Sequence[float]) -> list[float]:
-    """How late each stamp may be, seconds.
+    """The maximum delay of each timestamp, in seconds.
 
-    A blocked loop swallows heartbeats, and what arrived meanwhile waited for a part of the time
-    only: the stamps in a heartbeat's interval get its lag, that less one heartbeat, and so on.
-    Stamps before the first heartbeat count with the first, those after the last with the last.
+    A blocked loop misses heartbeats, and data that arrived in the meantime waited only for a part
+    of that time: timestamps in a heartbeat's interval get its lag, then its lag minus one
+    heartbeat, and so on. Stamps before the first heartbeat count with the first, those after the
+    last with the last.
     """
     found: list[float] = []
     dues = [due for due, _ in beats]

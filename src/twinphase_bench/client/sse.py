@@ -1,4 +1,4 @@
-"""The observation of a streamed reply, from its stamped pieces.
+"""Converts a streamed reply with its arrival times to an observation.
 
 The format:
 https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation. Not for
@@ -18,29 +18,30 @@ from twinphase.phases.observation import Observation
 from twinphase_bench.client.client import Reply
 
 MAX_MESSAGE_CHARACTERS = 200
-# Thinking, tool calls and refusals are output too; servers name them differently.
+# Fields of reasoning, which is output too, like tool calls and refusals; servers name it
+# differently.
 REASONING = ("reasoning_content", "reasoning")
 OTHER_OUTPUT = ("tool_calls", "refusal")
 
 
 def failure_kind(error: str) -> str:
-    """The kind of a failure, for counting: "http 429", "truncated", "timeout", ..."""
+    """The kind of a failure, for counts: "http 429", "truncated", "timeout", ..."""
     return error.partition(":")[0]
 
 
 def broken_off(finish_reason: str) -> str:
-    """The error of an output that ended with this finish_reason; "" if it is complete."""
+    """The error of an output with this finish_reason; "" if the output is complete."""
     if finish_reason in ("abort", "error"):
         return f"broken off: finish_reason is {finish_reason!r}"
     if not finish_reason:
-        # llama-cpp-python does so when another request comes, unless started with
+        # llama-cpp-python does this when another request arrives, unless started with
         # --interrupt_requests False.
         return "broken off: the stream ended well, but no finish_reason came"
     return ""
 
 
 def observe(reply: Reply) -> Observation:
-    """The request as its client saw it."""
+    """The observation of a reply."""
     seen = Observation(
         "", reply.intended, reply.sent, ended=reply.ended, status=reply.status, error=reply.error
     )
@@ -64,14 +65,14 @@ def observe(reply: Reply) -> Observation:
 
 
 class _Stream:
-    """Reads a stream into an observation; without an error where the stream was sound."""
+    """Parses a stream into an observation; its error is empty if the stream is well-formed."""
 
     def __init__(self, seen: Observation) -> None:
         self._seen = seen
         self._text: list[str] = []
         self._pieces: list[
             tuple[float, bool]
-        ] = []  # moment, and whether there was any output in it
+        ] = []  # The time of each piece, and whether it contained output.
         self._reasoned = False
         self._first_content: float | None = None
 
@@ -95,11 +96,11 @@ class _Stream:
             seen.error = "no output: the stream ended well and brought no token"
 
     def _settle_token_times(self) -> None:
-        """Decide which pieces were tokens, now that their number is known.
+        """Decide which pieces were tokens, once the number of tokens is known.
 
-        A piece without text is a token without text (an ignored end of text, a part of a
-        character). But some servers begin with a piece that is no token: then there are more pieces
-        than tokens, and the first empty ones go.
+        A piece without text is usually a token without text (an ignored end of text, a part of a
+        character). But some servers begin with a piece that is not a token. Then there are more
+        pieces than tokens, and the first empty ones are dropped.
         """
         seen = self._seen
         number = self._seen.num_output_tokens
@@ -112,12 +113,12 @@ class _Stream:
         if not seen.token_times and number == 1 and seen.finished is not None:
             seen.token_times.append(
                 seen.finished
-            )  # the only token had no text, and came with the end
+            )  # The only token had no text, and came with the end.
         if self._reasoned:
             seen.first_answer = self._first_content
 
     def _event(self, moment: float, data: bytes) -> str:
-        """Take one event; returns what is wrong with it."""
+        """Process one event; return a description of its error, if any."""
         seen = self._seen
         try:
             event = msgspec.json.decode(data)
@@ -137,7 +138,8 @@ class _Stream:
         for name in (
             "timings",
             "metrics",
-        ):  # llama.cpp and ourselves; vLLM with --enable-per-request-metrics
+            # llama.cpp and twinphase send it, and vLLM with --enable-per-request-metrics.
+        ):
             if isinstance(event.get(name), dict):
                 seen.claims[name] = event[name]
         return ""
@@ -166,7 +168,7 @@ class _Stream:
         if ends:
             seen.finish_reason = str(choice["finish_reason"])
             seen.finished = moment
-        # The chunk that names the role has no token, nor need the one that ends it: see
+        # The chunk with the role has no token, and the last chunk need not have one: see
         # `Observation.last_token`.
         if has_output or (found == "" and not has_role and not ends):
             self._pieces.append((moment, has_output))
@@ -186,13 +188,13 @@ class _Stream:
 
 
 def _shown(body: bytes) -> str:
-    """The beginning of an answer that is not JSON, without the markup of a page."""
+    """The start of an answer that is not JSON, without markup."""
     text = body[:MAX_MESSAGE_CHARACTERS].decode(errors="replace").strip()
     return "(a page of HTML)" if text.startswith("<") else text
 
 
 def _message(found: Any) -> str:
-    """A server's error message: in OpenAI's shape, in FastAPI's, or as plain text."""
+    """A server's error message, in OpenAI's or FastAPI's shape or as plain text."""
     if isinstance(found, dict):
         error = found.get("error", found.get("detail", found.get("message", "")))
         if isinstance(error, dict):

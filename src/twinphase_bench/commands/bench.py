@@ -26,7 +26,7 @@ ENGINE_OPTIONS = Options(
     defaults={"enable_prefix_caching": "on for a load, off for a sweep"},
 )
 VOID_EXIT_CODE = (
-    10  # the figures are not to be used: the client was the limit, in all of them or in some
+    10  # The figures are void, in part or as a whole, because the client was the limit.
 )
 
 
@@ -116,7 +116,7 @@ def bench(
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Measure a target's two phases apart, or compare two results.
+    """Measure a target's two phases separately, or compare two results.
 
     Any of --request-rate, --max-concurrency and --trace runs a load instead; --all runs both. Exit
     code 10 means that figures are void because the client was the limit.
@@ -142,7 +142,7 @@ def bench(
 
 
 def _apart(target: str, words: list[str], goodput: list[str]) -> tuple[str, list[str], list[str]]:
-    """Target, further words and service levels: vLLM's form gives several to one --goodput."""
+    """Target, other words and service levels: vLLM's form gives several to one --goodput."""
     if not goodput:
         return target, words, []
     rest = [word for word in (target, *words) if not SERVICE_LEVEL.match(word)]
@@ -151,7 +151,7 @@ def _apart(target: str, words: list[str], goodput: list[str]) -> tuple[str, list
             "No target is given, only service levels.", "Give a model or a URL."
         )
     levels = [word for word in (target, *words) if SERVICE_LEVEL.match(word)]
-    # A level that is misspelt is refused as one; a URL or a model is never the second word.
+    # A misspelt level is an error; a URL or a model is never the second word.
     unknown = [
         word
         for word in rest[1:]
@@ -179,7 +179,7 @@ def _compared(words: list[str]) -> Report:
 
 
 def _measured(given: dict[str, Any]) -> Report:
-    """Check everything, then load and measure."""
+    """Check all options, then load and measure."""
     from twinphase_bench.extras import note_missing_plots
     from twinphase_bench.load.plan import LoadOptions
     from twinphase_bench.sweep.plan import SweepOptions
@@ -212,7 +212,7 @@ def _measured(given: dict[str, Any]) -> Report:
         seed=given["seed"],
     )
     EngineConfig(**given["engine"])
-    # Prompts of a sweep and of a load are not to begin alike: the server may keep prefixes.
+    # Prompts of a sweep and a load must not share prefixes, which the server may have cached.
     of_server = (given["api_key"], given["model"], given["endpoint"])
     options = TargetOptions(
         given["engine"], *of_server, given["seed"] + SWEEP_SEED_OFFSET, given["timeout"]
@@ -246,7 +246,7 @@ def _run(text: str, kind: str, options: Any, sweep: SweepOptions | None, load: A
             parts += client_parts(target)
         facts = getattr(target, "facts", None)
         if load.wanted:
-            if kind == "model":  # its weights and cache are not held twice
+            if kind == "model":  # This avoids a second copy of its weights and its cache.
                 target = None
             server = open_load_target(text, kind, options, target)
             facts = facts or server.facts

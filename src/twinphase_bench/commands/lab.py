@@ -1,4 +1,4 @@
-"""`twinphase lab`: claims about prefill and decode, tried on this machine."""
+"""`twinphase lab`: tests claims about prefill and decode on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def lab(
         False, "--json", help="Print the report as JSON; write files only with --out."
     ),
 ) -> None:
-    """Try claims about prefill and decode on this machine: verdicts, numbers and plots."""
+    """Test claims about prefill and decode on this machine: verdicts, numbers and plots."""
     from twinphase_bench.extras import note_missing_plots
     from twinphase_bench.lab.lab import EXPERIMENTS, choose, planned_seconds, run_lab
     from twinphase_bench.lab.report import make_report
@@ -49,7 +49,7 @@ def lab(
     from twinphase import live
 
     if seconds is None and only and not quick:
-        # Alone, an experiment gets twice its time, for more repetitions.
+        # A lone experiment gets twice its time, for more repetitions.
         seconds = min(planned_seconds(EXPERIMENTS), 2 * planned_seconds(experiments))
     config = {
         name: value for name, value in (("threads", threads), ("isa", isa)) if value is not None

@@ -1,4 +1,4 @@
-"""`twinphase plan`: the cheapest fleet that keeps service levels at a load."""
+"""`twinphase plan`: finds the cheapest fleet that meets service levels under a load."""
 
 from __future__ import annotations
 

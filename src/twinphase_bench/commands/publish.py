@@ -1,4 +1,4 @@
-"""The end of every command that measures: its report is printed, and written to files."""
+"""The end of every command that measures: prints the report, and writes its files."""
 
 from __future__ import annotations
 

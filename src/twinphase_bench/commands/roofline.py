@@ -1,4 +1,4 @@
-"""`twinphase roofline`: its options."""
+"""The options of `twinphase roofline`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`twinphase simulate`: a load on a deployment that need not be here, by the real scheduler."""
+"""`twinphase simulate`: simulates a load on any deployment with the real scheduler."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An experiment: a claim, rules stated before anything is measured, and a method.
+"""An experiment: a claim, rules that were fixed before the measurement, and a method.
 
-A rule names a quantity and its limit. `decide` compares the measured interval with it; nothing else
-makes a verdict.
+A rule has a quantity and a limit. Only `decide`, which compares the measured interval with the
+limit, makes verdicts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from twinphase_bench.lab.workbench import MIN_ROUNDS, Runs, Workbench
 from twinphase_bench.report.report import Status
 
 MIN_CONFIDENCE = 0.9
-# If other programs use this many cores, the machine is not quiet.
+# If other programs use this number of cores, the machine is not quiet.
 BUSY_CORES = 0.25
 Measured = Sequence[float] | float | str
 """A rule's quantity: the value of every repetition, an exact count, or why there is none."""
@@ -24,15 +24,15 @@ Measured = Sequence[float] | float | str
 
 @dataclass(frozen=True)
 class Rule:
-    """A limit on one quantity: the claim holds if every one of its rules does.
+    """A limit on one quantity; a claim holds if all its rules do.
 
     Attributes:
-        name: of the quantity.
-        at_least, at_most: the whole confidence interval must keep these limits.
-        unit: after the number: "x", "%" (the value is a fraction of 1) or "".
-        formula: of the quantity, where its name does not say it.
-        fails_from: the smallest size at which the rule can fail; the effect need not be visible at
-            a smaller one.
+        name: name of the quantity.
+        at_least, at_most: limits that the whole confidence interval must meet.
+        unit: unit after the number: "x", "%" (the value is a fraction of 1) or "".
+        formula: formula of the quantity, if its name does not explain it.
+        fails_from: smallest size at which the rule can fail, because the effect may not be visible
+            at smaller sizes.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Reading:
-    """The median of repetitions and its confidence interval, with its actual confidence."""
+    """The median of repetitions, and its confidence interval with the actual confidence."""
 
     value: float = math.nan
     low: float = math.nan
@@ -94,7 +94,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Judged:
-    """A rule, what was measured, and the verdict; `reason` says why it is undecided, if it is."""
+    """A rule, its measured value, and the verdict; `reason` is why it is undecided, if it is."""
 
     rule: Rule
     reading: Reading
@@ -108,14 +108,14 @@ class Judged:
 
 @dataclass(frozen=True)
 class Figure:
-    """How quantities are drawn: as lines over numeric variants, otherwise as bars.
+    """The drawing of quantities: lines over numeric variants, otherwise bars.
 
     Attributes:
-        title: of the plot.
-        x: what differs between the variants.
-        quantities: to draw, all of one unit.
-        log: both axes are logarithmic.
-        stacked: the quantities are parts of a whole.
+        title: title of the plot.
+        x: the difference between the variants.
+        quantities: quantities to draw, all of one unit.
+        log: whether both axes are logarithmic.
+        stacked: whether the quantities are parts of a whole.
     """
 
     title: str
@@ -127,13 +127,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one try of a claim measured.
+    """The measurements of one test of a claim.
 
     Attributes:
-        runs: every repetition of every variant, for the table and the plot.
-        measured: of each rule's quantity, in the order of the rules.
-        why: the measured reason, for people.
-        curves: further lines of the plot, as functions of the variant, by name.
+        runs: all repetitions of all variants, for the table and the plot.
+        measured: measured values of the rules' quantities, in the order of the rules.
+        why: measured reason, in words.
+        curves: additional lines of the plot by name, as functions of the variant.
     """
 
     runs: Runs
@@ -148,20 +148,20 @@ def _nothing(bench: Workbench) -> Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A claim and its method; decorates the function that measures it and takes its name.
+    """A claim and its method; decorates the measuring function and takes its name.
 
     Attributes:
-        claim: as people say it.
-        method: what is measured, and how.
-        rules: the claim holds if every one of them does.
-        meaning: what it means for a user, one sentence.
-        figure: the plot; what it draws are columns of the table.
-        also: further columns of the table.
-        seconds: planned for measuring.
-        sizes: to choose from, largest first; the largest one is taken that fits the time and the
-            context.
-        sized_in: what a size counts.
-        quick: whether `--quick` tries it.
+        claim: claim in common words.
+        method: description of the measurement.
+        rules: rules; the claim holds if all of them do.
+        meaning: consequence for a user, in one sentence.
+        figure: plot, whose quantities are columns of the table.
+        also: additional columns of the table.
+        seconds: planned measuring time.
+        sizes: possible sizes, largest first; the largest one that fits the time and the context is
+            used.
+        sized_in: unit of a size.
+        quick: whether `--quick` includes the experiment.
     """
 
     claim: str
@@ -181,7 +181,7 @@ class Experiment:
         return replace(self, measure=measure, name=measure.__name__.replace("_", "-"))
 
     def limit(self, rule: Rule) -> str:
-        """The rule's limit, and from which size on it can fail."""
+        """The rule's limit, and the size from which it can fail."""
         return (
             f"{rule.text} (can fail from {rule.fails_from:,} {self.sized_in})"
             if rule.fails_from
@@ -190,10 +190,10 @@ class Experiment:
 
 
 def decide(rule: Rule, measured: Measured, size: float = math.inf, others: float = 0.0) -> Judged:
-    """HOLDS if the interval is within the limits, FAILS if it is beyond one, else UNKNOWN.
+    """HOLDS if the interval is within the limits, FAILS if it is outside of one, else UNKNOWN.
 
-    Nothing fails at a `size` below the rule's, nor by a time that was measured while other programs
-    used `others` cores.
+    A rule does not fail at a `size` below its `fails_from`, or by a time that was measured while
+    other programs used too many cores (`others`).
     """
     if isinstance(measured, str):
         return Judged(rule, Reading(), Status.UNKNOWN, measured)
@@ -233,7 +233,7 @@ def overall(judged: Sequence[Judged]) -> Status:
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """The ratio within each repetition, where a slow minute cancels out."""
+    """The ratio within each repetition, which cancels out slow periods."""
     pairs = zip(numerators, denominators, strict=True)
     return [one / other if other > 0 else math.nan for one, other in pairs]
 
@@ -243,5 +243,5 @@ def median_of(values: Sequence[float]) -> float:
 
 
 def percent(share: float) -> str:
-    """A share to three digits."""
+    """A share with three digits."""
     return f"{share * 100:.3g} %"

@@ -1,6 +1,6 @@
-"""The lab: claims about prefill and decode, tried on this machine, each with a verdict.
+"""The lab: tests claims about prefill and decode on this machine, each with a verdict.
 
-Plans the time, runs the experiments one after the other and judges them. `report.py` makes their
+It plans the time, runs the experiments one after the other, and judges them. `report.py` makes the
 report.
 """
 
@@ -58,7 +58,7 @@ EXPERIMENTS = (
     speculation,
     separate_pools,
 )
-# With 8 repetitions, one disturbed repetition on either side does not change the interval.
+# With 8 repetitions, one disturbed repetition at either end does not change the interval.
 USUAL_ROUNDS = 8
 # No engine of the lab computes a larger step.
 MAX_STEP_TOKENS = 4096
@@ -71,13 +71,13 @@ class Conclusion:
     """The outcome of one experiment.
 
     Attributes:
-        experiment: the claim.
-        trial: what was measured; without runs if it could not be.
+        experiment: the experiment.
+        trial: measurements; without runs if they failed.
         status: the verdict.
-        judged: its rules.
-        seconds: that it took.
-        reduced: what was smaller than planned, and why.
-        others: cores that other programs used meanwhile; None is unknown.
+        judged: verdicts on its rules.
+        seconds: duration.
+        reduced: deviations from the planned size, with reasons.
+        others: cores that other programs used during the experiment; None is unknown.
     """
 
     experiment: Experiment
@@ -90,7 +90,7 @@ class Conclusion:
 
     @property
     def missed(self) -> str:
-        """The rules that were not kept, or could not be decided and why; "" if the claim holds."""
+        """The rules that failed or are undecided, with reasons; "" if the claim holds."""
         if self.status is Status.FAILS:
             broken = [one.rule for one in self.judged if one.status is Status.FAILS]
             return " ".join(f"The rule was: {rule.name} {rule.text}." for rule in broken)
@@ -109,7 +109,7 @@ class Conclusion:
 
 @dataclass
 class LabSetting:
-    """What all experiments share."""
+    """The model and machine that all experiments share."""
 
     model: str
     workshop: Workshop
@@ -122,7 +122,7 @@ def choose(only: Sequence[str] = (), quick: bool = False) -> tuple[Experiment, .
     """Experiments by number (from 1) or name, in the lab's order; without names all or `quick`.
 
     Raises:
-        InvalidRequestError: there is none of that number or name.
+        InvalidRequestError: there is no experiment with that number or name.
     """
     keys = {
         key: one.name
@@ -142,7 +142,7 @@ def choose(only: Sequence[str] = (), quick: bool = False) -> tuple[Experiment, .
 
 
 def planned_seconds(experiments: Sequence[Experiment]) -> float:
-    """Seconds of measuring, for all of them together; loading and the report come on top."""
+    """Total measuring time of the experiments in seconds, without loading and the report."""
     return sum(one.seconds for one in experiments)
 
 
@@ -155,26 +155,27 @@ def run_lab(
     progress: Progress = lambda what, done, total: None,
     **config: Any,
 ) -> tuple[LabSetting, list[Conclusion], Bystanders]:
-    """Try claims on this machine.
+    """Test claims on this machine.
 
     Args:
-        model: a path, or a name that `twinphase pull` takes.
-        experiments: which.
-        seconds: of measuring, for all of them together; default: as planned. What does not
-            fit is measured smaller; where even that is too slow, the verdict is undecided, and the
-            report says so.
-        recordings: folder; one more repetition of each variant is recorded into it, for the live
-            page, where the variant steps an engine of this process.
+        model: path, or a name that `twinphase pull` accepts.
+        experiments: experiments to run.
+        seconds: total measuring time; by default as planned. Experiments that do not fit use
+            smaller sizes; if these are too slow as well, the verdict is undecided, and the report
+            says so.
+        recordings: folder for recordings for the live page: one additional repetition of each
+            variant that runs an engine in this process.
         progress: called before every measurement.
         config: fields of `EngineConfig`, such as `threads`.
 
     Returns:
-        What the experiments shared, the conclusion of each, and the load of other programs.
+        The shared setting, the conclusion of each experiment, and the load of other programs.
 
     Raises:
         TwinphaseError: the model cannot be found, read or run.
-        InvalidRequestError: `seconds` is no time, or a field of the configuration is out of range.
-        StorageError: the folder for recordings cannot be made.
+        InvalidRequestError: `seconds` is not a positive time, or a field of the configuration is
+            out of range.
+        StorageError: the folder for recordings cannot be created.
     """
     seconds = planned_seconds(experiments) if seconds is None else seconds
     if not math.isfinite(seconds) or seconds <= 0:
@@ -195,13 +196,14 @@ def run_lab(
             share = left * experiment.seconds / planned_seconds(experiments[number:])
             nested = partial(_nested, progress, number, len(experiments))
             conclusions.append(_try(experiment, setting, share, config, nested))
-            gc.collect()  # a second model's memory and threads go before the next experiment begins
+            # The memory and the threads of a second model must be free before the next experiment.
+            gc.collect()
     progress("report", len(experiments), len(experiments))
     return setting, conclusions, bystanders
 
 
 def _nested(progress: Progress, number: int, count: int, what: str, done: int, total: int) -> None:
-    """An experiment's own progress, in hundredths of experiments."""
+    """An experiment's own progress, in hundredths of an experiment."""
     progress(
         f"claim {number + 1} of {count}: {what}", 100 * number + 100 * done // total, 100 * count
     )
@@ -221,8 +223,8 @@ def _prepare(model: str, config: dict[str, Any], progress: Progress) -> LabSetti
     setting = LabSetting(model, workshop, measured_ceilings(workshop.config))
     if workshop.config.backend == "cpu":
         try:
-            # What memory gives is shared with others on the host and changes: peaks are the best
-            # ever measured, bandwidth is that of now.
+            # Memory bandwidth is shared with other users of the host and changes: peaks are the
+            # best ever measured, bandwidth is the present one.
             [now] = measure_ceilings(workshop.config)
             best = setting.ceilings.merged(now) if setting.ceilings else now
             setting.ceilings = replace(best, bandwidth=now.bandwidth)
@@ -246,8 +248,8 @@ def _try(
     config: dict[str, Any],
     progress: Progress,
 ) -> Conclusion:
-    """One experiment with its verdict; a failure leaves it undecided and does not end the lab."""
-    # What an experiment opens takes a path and not a name, so that no lookup is repeated.
+    """Run and judge one experiment; a failure leaves it undecided, and the lab continues."""
+    # Experiments open the model by its path instead of its name, so that no look-up is repeated.
     path = str(setting.workshop.path)
     bench = Workbench(
         setting.workshop,
@@ -286,7 +288,7 @@ def _try(
 
 
 def _choose_size(experiment: Experiment, bench: Workbench) -> list[str]:
-    """Set the largest size that fits the context and the time; returns what was reduced."""
+    """Set the largest size that fits the context and the time; return the reductions."""
     config = bench.workshop.config
     room = bench.workshop.max_model_len - 64
     if experiment.sized_in == "requests":
@@ -302,9 +304,9 @@ def _choose_size(experiment: Experiment, bench: Workbench) -> list[str]:
 
 
 def _affordable(experiment: Experiment, bench: Workbench, sizes: Sequence[int]) -> int:
-    """The largest size with time for the usual repetitions, else for the fewest.
+    """The largest size with time for the usual number of repetitions, else for the minimum.
 
-    One round at each of the two smallest sizes shows how the time grows with the size.
+    One round at each of the two smallest sizes determines how the time grows with the size.
     """
     smallest = sizes[-1]
     second = sizes[-2]

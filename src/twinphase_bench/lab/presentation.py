@@ -20,7 +20,7 @@ def cell(values: Sequence[float]) -> str:
 
 
 def table(experiment: Experiment, trial: Trial) -> Table:
-    """A row per variant, a column per quantity."""
+    """A table with a row per variant and a column per quantity."""
     quantities = (*experiment.figure.quantities, *experiment.also)
     definition = "median of the repetitions and its interval (90 % or more)"
     columns = [Column(quantity, definition) for quantity in quantities]
@@ -35,7 +35,7 @@ def table(experiment: Experiment, trial: Trial) -> Table:
 
 
 def plot(experiment: Experiment, trial: Trial) -> Plot:
-    """Lines over variants that are numbers, otherwise bars."""
+    """Lines over numeric variants, otherwise bars."""
     figure = experiment.figure
     several = len(figure.quantities) > 1
     x = figure.x
@@ -78,7 +78,7 @@ def plot(experiment: Experiment, trial: Trial) -> Plot:
 
 
 def _curves(rows: Sequence[dict[str, Any]], trial: Trial, x: str, y: str) -> list[dict[str, Any]]:
-    """Lines of a plot: through the points of each series without a curve, and the curves."""
+    """Lines of a plot: the curves, and lines through the points of series without a curve."""
     through = [
         {key: row[key] for key in (x, y, "what")} for row in rows if row["what"] not in trial.curves
     ]
@@ -92,7 +92,7 @@ def _curves(rows: Sequence[dict[str, Any]], trial: Trial, x: str, y: str) -> lis
 
 
 def metrics(experiment: Experiment, trial: Trial) -> list[Metric]:
-    """What `bench compare` compares: the repeated times of the table."""
+    """The metrics for `bench compare`: the repeated times of the table."""
     found = []
     for variant, quantities in trial.runs.items():
         for quantity in (*experiment.figure.quantities, *experiment.also):

@@ -1,7 +1,7 @@
-"""What experiments work with: a loaded model, engines, ceilings, a size and a time.
+"""The environment of an experiment: a loaded model, engines, ceilings, a size and a time.
 
-Variants are repeated in turn, so that a slow minute hits all of them alike, until the share of the
-time is used.
+Variants are measured in turn until the experiment's time is used, so that a slow period affects all
+of them equally.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from twinphase.phases.hardware import Ceilings
 from twinphase.phases.roofline import ideal_seconds_of_chunk
 from twinphase_bench.load.workload import PromptMaker, Sizing
 
-# Fewer repetitions give a median no interval of 90 % confidence.
+# With fewer repetitions, a median has no interval of 90 % confidence.
 MIN_ROUNDS = 5
 MAX_ROUNDS = 24
 
-# Quantities: what is measured, then its unit.
+# Names of quantities: the measured value, then its unit.
 TTFT = "TTFT, ms"
 TPOT = "TPOT, ms"
 E2E = "E2E, ms"
@@ -40,22 +40,22 @@ LEDGER = tuple(
 
 Variant = TypeVar("Variant", bound=Hashable)
 Runs = Mapping[Any, Mapping[str, Sequence[float]]]
-"""By variant, then by quantity: the value of every repetition."""
+"""Values of all repetitions, by variant and by quantity."""
 
 
 @dataclass
 class Workbench:
-    """One experiment's place in a run of the lab.
+    """The environment of one experiment in a run of the lab.
 
     Attributes:
-        workshop: the model, and engines on it.
-        ceilings: of this machine; None if they could not be measured.
+        workshop: model, and engines on it.
+        ceilings: ceilings of this machine; None if they could not be measured.
         seconds: this experiment's share of the time.
         open: loads the same model with other settings.
         progress: called before every measurement.
-        size: at which to measure: tokens or requests.
-        max_rounds: repetitions at most.
-        rounds: repetitions that there were, and `round_seconds` that each of them took.
+        size: size of the measurement, in tokens or requests.
+        max_rounds: maximum number of repetitions.
+        rounds: number of completed repetitions; `round_seconds` has their durations.
         recordings: folder for recordings; None makes none.
     """
 
@@ -79,7 +79,7 @@ class Workbench:
 
     @property
     def left(self) -> float:
-        """Seconds of the share that are left."""
+        """Seconds left of the experiment's time."""
         return self.seconds - (self.clock() - self.started)
 
     def interleave(
@@ -88,7 +88,7 @@ class Workbench:
         """Measure the variants in turn, each round in another order, until the time is used.
 
         A variant returns the values of its quantities. There are at least five rounds, unless they
-        would take more than three times the share.
+        would take more than three times the experiment's time.
         """
         found: dict[Variant, dict[str, list[float]]] = {key: {} for key in variants}
         keys = list(variants)
@@ -113,7 +113,7 @@ class Workbench:
         return found
 
     def _record(self, measure: Callable[[], object], path: Path) -> None:
-        """Run a variant once more, so that recording does not slow what is measured."""
+        """Run a variant once more for a recording, so that recording does not slow measurements."""
         recorder = Recorder(self.workshop)
         for engine in self._engines:
             engine.observer = recorder
@@ -130,9 +130,9 @@ class Workbench:
         return engine
 
     def ideal_milliseconds(self, start: int, num_tokens: int) -> tuple[float, float]:
-        """Milliseconds of the FLOP alone and of the bytes alone for tokens after `start`.
+        """Milliseconds for only the FLOP and only the bytes of tokens after `start`.
 
-        NaN where a ceiling is unknown.
+        A value is NaN if its ceiling is unknown.
         """
         shop = self.workshop
         ideal = ideal_seconds_of_chunk(shop.shape, shop.units, self.ceilings, start, num_tokens)
@@ -143,7 +143,7 @@ class Workbench:
         return [self.prompt(num_tokens) for _ in range(count)]
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """Random token ids; no other prompt of the lab shares their beginning."""
+        """Random token ids that share no prefix with any other prompt of the lab."""
         return list(self._prompts.take(num_tokens).token_ids)
 
     @cached_property
@@ -152,9 +152,10 @@ class Workbench:
 
 
 def serve(engine: Stepped, prompts: Sequence[list[int]], output: int = 1) -> dict[str, float]:
-    """Send prompts at once and wait for all answers: medians of latencies, means of ledgers.
+    """Send prompts together and wait for all answers; return median latencies and mean ledgers.
 
-    `DECODE` is the median step where all of them decode, so that a delayed step does not count.
+    `DECODE` is the median of the steps that decode all requests, so that a delayed step does not
+    count.
     """
     tickets = [engine.submit(prompt, output) for prompt in prompts]
     records = engine.run()
@@ -176,9 +177,9 @@ def serve(engine: Stepped, prompts: Sequence[list[int]], output: int = 1) -> dic
 
 
 def fits(repetitions: Mapping[int, Sequence[float]], degree: int) -> list[list[float]]:
-    """Each coefficient's value in every repetition, lowest power first.
+    """The value of each coefficient in every repetition, lowest power first.
 
-    One polynomial is fitted per repetition, by the least squares of the relative error.
+    One polynomial is fitted per repetition, by least squares of the relative error.
     """
     rounds = zip(*repetitions.values(), strict=True)
     polynomials = [

@@ -1,4 +1,4 @@
-"""The load of `twinphase bench`: from its options to its parts of the report."""
+"""The load of `twinphase bench`: converts options to a load, and its result to report parts."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from twinphase_bench.run import Parts
 
 NUM_PROMPTS = 100
 QUICK_PROMPTS = 20
-# tokens
+# In tokens.
 INPUT_LEN = 256
 OUTPUT_LEN = 64
-# Neither prompts nor random gaps of two runs may begin alike.
+# The seeds of two runs differ by this, so that neither prompts nor random gaps are the same.
 SEED_STEP = 100_003
 WITHOUT_LOAD = "needs a load: --request-rate, --max-concurrency or --trace"
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What was asked for; None or False: not given.
+    """The given options; None or False means that an option was not given.
 
     Attributes:
-        request_rate: requests per second, open loop.
-        constant: even gaps instead of random (Poisson) ones.
-        max_concurrency: closed loop.
+        request_rate: requests per second of an open loop.
+        constant: whether gaps are even instead of random (Poisson).
+        max_concurrency: requests in flight of a closed loop.
         trace: file of requests, sent at its own times unless a rate or a concurrency is given.
-        num_prompts: all of a trace, 100 otherwise.
+        num_prompts: number of requests; by default all of a trace, or 100.
         random_input_len, random_output_len: tokens of each prompt, and of each output.
-        goodput: service levels, words like "ttft:500".
-        repetitions: of the whole load, with other prompts each time; 1 unless given.
-        max_seconds: of sending.
-        seed: of prompts and gaps.
-        beside_sweep: a phase sweep is run as well, which may use options that a load cannot.
+        goodput: service levels, as words like "ttft:500".
+        repetitions: repetitions of the whole load, with other prompts each time; default: 1.
+        max_seconds: maximum sending time.
+        seed: random seed of prompts and gaps.
+        beside_sweep: whether a phase sweep runs too, which may use options that a load does not.
     """
 
     request_rate: float | None = None
@@ -72,14 +72,14 @@ class LoadOptions:
 
     @property
     def wanted(self) -> bool:
-        """Whether a load was asked for at all."""
+        """Whether a load was requested."""
         return any(x is not None for x in (self.request_rate, self.max_concurrency, self.trace))
 
     def check(self) -> None:
-        """Refuse what cannot be, and what would be ignored, before anything is loaded.
+        """Refuse options that are invalid or have no effect, before anything is loaded.
 
         Raises:
-            InvalidRequestError: naming the option.
+            InvalidRequestError: an option is invalid or has no effect; the message names it.
         """
         if self.request_rate is not None and self.max_concurrency is not None:
             raise InvalidRequestError(
@@ -94,7 +94,7 @@ class LoadOptions:
             _ = self.lengths, self.scaling, self.arrivals()
 
     def _ignored(self) -> Iterator[tuple[str, str]]:
-        """Each option that is given and would change nothing, and why."""
+        """Each given option that has no effect, and the reason."""
         closed = self.max_concurrency is not None
         traced = self.trace is not None
         paced = closed or self.request_rate is not None
@@ -118,7 +118,7 @@ class LoadOptions:
                     yield f"--{name.replace('_', '-')}", why
 
     def arrivals(self, run: int = 0) -> Arrivals:
-        """When requests are sent; each run, 0 the first, has random gaps of its own."""
+        """The send times of a run; each run, from 0 on, has its own random gaps."""
         if self.max_concurrency is not None:
             return Closed(self.max_concurrency)
         if self.request_rate is not None:
@@ -141,7 +141,7 @@ class LoadOptions:
         return Scaling(lengths, time, self.num_prompts)
 
     def workload(self, sizing: Sizing, run: int = 0) -> Workload:
-        """What is sent in a run, 0 the first: other prompts in each."""
+        """The requests of a run; each run, from 0 on, has other prompts."""
         seed = self.seed + run * SEED_STEP
         if self.trace is not None:
             return trace_workload(self.trace, sizing, self.scaling, seed=seed)
@@ -158,7 +158,8 @@ def load_parts(target: Any, options: LoadOptions, progress: Progress) -> Parts:
             parts = await _runs(target, options, sizing, progress)
         finally:
             await target.close()
-        cache = target.facts.details.get("prefix caching")  # a sweep beside it has another
+        # A sweep beside the load has another setting.
+        cache = target.facts.details.get("prefix caching")
         return (
             parts
             if cache is None
@@ -169,7 +170,7 @@ def load_parts(target: Any, options: LoadOptions, progress: Progress) -> Parts:
 
 
 async def _runs(target: Any, options: LoadOptions, sizing: Sizing, progress: Progress) -> Parts:
-    """The runs of the load; runs are independent, requests of one run share a queue."""
+    """The runs of the load; runs are independent, but the requests of a run share a queue."""
     number = options.repetitions or 1
     slos = Slos.parse(options.goodput)
     if number > 1 and options.trace is not None:

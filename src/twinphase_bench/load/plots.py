@@ -1,4 +1,4 @@
-"""Plots of loads: distributions, requests in time."""
+"""Plots of loads: distributions of latencies, and requests over time."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from twinphase_bench.report.plots import Row, distribution, spans
 from twinphase_bench.report.report import Plot
 
 MAX_TIMELINE_REQUESTS = 150
-# The height, unless it makes a bar too thin or too thick.
+# The height, unless bars would be too thin or too thick.
 TIMELINE_PIXELS = 400
 QUEUE = "queue (the server's claim)"
 FIRST = "until the first token"
 REST = "output"
 FAILED = "failed"
-# Not red for failures, which is too near decode's colour.
+# Failures are not red, which is too similar to decode's colour.
 COLOURS = {QUEUE: "neutral", FIRST: "prefill", REST: "decode", FAILED: "text"}
 
 
 def latency_plots(result: LoadResult) -> list[Plot]:
-    """How TTFT and ITL are distributed."""
+    """The distributions of TTFT and ITL."""
     found = []
     for name, values, limit in (("TTFT", result.ttft, result.slos.ttft), ("ITL", result.itl, None)):
         if len(values) < 2:
@@ -38,7 +38,7 @@ def latency_plots(result: LoadResult) -> list[Plot]:
 
 
 def timeline_plot(result: LoadResult) -> Plot:
-    """A bar for each request: what its client waited for."""
+    """A bar per request, divided by what its client waited for."""
     rows: list[Row] = []
     shown = result.observations[:MAX_TIMELINE_REQUESTS]
     zero = shown[0].intended if shown else 0.0
@@ -81,7 +81,7 @@ def timeline_plot(result: LoadResult) -> Plot:
 
 
 def _name(result: LoadResult, plot: str) -> str:
-    """Unique in a report that has several loads."""
+    """A name that is unique in a report with several loads."""
     at = "at-once" if result.concurrency is None else f"closed-{result.concurrency}"
     at = at if result.rate is None else f"rate-{result.rate:.3g}"
     return f"load-{at}-{plot}".replace(".", "_")

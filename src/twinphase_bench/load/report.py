@@ -1,6 +1,6 @@
-"""A load and its repetitions as parts of a report.
+"""Reports a load and its repetitions.
 
-Not for what a server says of itself (`twinphase_bench/targets/server_times.py`).
+`twinphase_bench/targets/server_times.py` reports the server's own figures.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ PHASES = {
     **dict.fromkeys(map(str, PREFILL_KINDS), "prefill"),
     **dict.fromkeys(map(str, DECODE_KINDS), "decode"),
 }
-# `TargetFacts.kind` of what has no client.
+# `TargetFacts.kind` of a simulation, which has no client.
 SIMULATION = "simulation"
-# Of all time, below which a part of the ledger is not shown.
+# Parts of the ledger below this share of all time are not shown.
 MIN_LEDGER_SHARE = 5e-4
 PERCENTILES = (
     "nearest rank: a value that occurred; p50 is the median; -: too few values for this percentile"
@@ -49,14 +49,14 @@ PERCENTILES = (
 
 @dataclass(frozen=True)
 class LoadFigure:
-    """A column of a table with a row per load: name with unit, definition, value."""
+    """A column of a table of loads: name with unit, definition, value."""
 
     name: str
     definition: str
     of: Callable[[LoadResult], float | None]
 
     def median_and_range(self, results: Sequence[LoadResult]) -> str:
-        """Median and range over several runs."""
+        """The median and the range over several runs."""
         known = [
             value for run in results if (value := self.of(run)) is not None and math.isfinite(value)
         ]
@@ -72,7 +72,7 @@ class LoadFigure:
 def _milliseconds(latency: str, q: int) -> LoadFigure:
     def of(result: LoadResult) -> float | None:
         values = getattr(result, latency.lower())
-        # A high percentile of a few values would be the highest by another name.
+        # A high percentile of few values would only be the maximum.
         return 1e3 * percentile(values, q) if q == 50 or has_percentile(len(values), q) else None
 
     return LoadFigure(f"{latency} p{q}, ms", DEFINITIONS[latency] if q == 50 else PERCENTILES, of)
@@ -95,14 +95,14 @@ FIGURES = (
 
 
 def shown(value: float | None) -> str:
-    """A number to four digits, or more where it has more before the point."""
+    """A number with four digits, or more if its integer part is longer."""
     if value is None or math.isnan(value):
         return "unknown"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def loads_table(title: str, head: str, rows: Iterable[tuple[str, LoadResult, str]]) -> Table:
-    """A row per load, of (name, load, verdict); `head` is the first column's."""
+    """A table with a row per (name, load, verdict); `head` is the first column's head."""
     columns: list[Column | str] = [
         head,
         *(Column(figure.name, figure.definition) for figure in FIGURES),
@@ -122,7 +122,7 @@ def loads_table(title: str, head: str, rows: Iterable[tuple[str, LoadResult, str
 
 
 def runs_verdicts(results: Sequence[LoadResult]) -> list[Verdict]:
-    """Which runs of one load are void, and the range of the figures of the others."""
+    """Verdicts on the void runs of a load, and on the range of the other runs' figures."""
     found = [
         Verdict(
             Status.VOID,
@@ -141,13 +141,13 @@ def runs_verdicts(results: Sequence[LoadResult]) -> list[Verdict]:
 
 
 def runs_section(results: Sequence[LoadResult]) -> Section:
-    """A row per run."""
+    """A section with a row per run."""
     rows = [(str(number), run, "counts") for number, run in enumerate(results, 1)]
     return Section("Runs of the load", tables=(loads_table("Runs of the load", "run", rows),))
 
 
 def load_verdicts(result: LoadResult) -> list[Verdict]:
-    """What is to be known first: whether the figures count, failures, and the figures."""
+    """The most important facts: whether the figures are valid, failures, and the figures."""
     found = [
         Verdict(Status.VOID, "The client was the limit: this load is void.", fault)
         for fault in result.void
@@ -202,7 +202,7 @@ def _goodput_verdict(result: LoadResult, goodput: Goodput) -> Verdict:
 
 
 def _doubts(result: LoadResult) -> list[Verdict]:
-    """What makes the figures say less than they seem to."""
+    """Verdicts on limits of the figures' meaning."""
     found = []
     seen = result.succeeded
     cached, prompt = (
@@ -254,7 +254,7 @@ def _doubts(result: LoadResult) -> list[Verdict]:
 
 
 def load_sections(result: LoadResult) -> list[Section]:
-    """Everything of one load."""
+    """All sections of one load."""
     tables = [_latencies(result), _throughput(result)]
     if (ledgers := ledger_table(result.succeeded)) is not None:
         tables.append(ledgers)
@@ -270,7 +270,7 @@ def load_sections(result: LoadResult) -> list[Section]:
 
 
 def notes_of(result: LoadResult) -> list[str]:
-    """What a reader must know to judge a load, as sentences."""
+    """Facts that a reader needs to judge a load, as sentences."""
     return [f"{note[:1].upper()}{note[1:]}." for note in result.notes]
 
 
@@ -339,7 +339,7 @@ def _throughput(result: LoadResult) -> Table:
 
 
 def ledger_table(observations: Iterable[Observation]) -> Table | None:
-    """Where the requests' time went by the server's ledgers; None where it keeps none."""
+    """The requests' time by the server's ledgers; None if the server keeps none."""
     totals: Counter[str] = Counter()
     number = 0
     for one in observations:
@@ -415,10 +415,10 @@ def _failures(result: LoadResult) -> Table:
 
 
 def load_metrics(results: Sequence[LoadResult]) -> list[Metric]:
-    """What `bench compare` compares: one value per run that is neither void nor empty.
+    """The metrics for `bench compare`: one value per run that is neither void nor empty.
 
-    The requests of a run wait in one queue and depend on each other; taken as independent, they
-    would make any two runs differ.
+    The requests of a run share a queue and depend on each other. If they were treated as
+    independent, any two runs would differ.
     """
     runs = [run for run in results if not run.void and run.succeeded]
     found = []
@@ -450,7 +450,7 @@ def load_metrics(results: Sequence[LoadResult]) -> list[Metric]:
 
 
 def load_data(result: LoadResult) -> dict[str, Any]:
-    """Everything raw, plain values for JSON."""
+    """All raw data as plain values for JSON."""
     data = {
         name: getattr(result, name)
         for name in (
@@ -475,7 +475,7 @@ def load_data(result: LoadResult) -> dict[str, Any]:
 
 
 def _void_mark(result: LoadResult) -> str:
-    """A mark in front of every figure of a void run, since a reader may see only that figure."""
+    """A mark for every figure of a void run, because a reader may see only that figure."""
     return "VOID: " if result.void else ""
 
 

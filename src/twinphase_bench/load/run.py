@@ -1,6 +1,6 @@
-"""Run a load: send each request when it is due, watch the client, keep all raw data.
+"""Runs a load: sends each request when it is due, watches the client, and keeps all raw data.
 
-The run is void when the client was the limit (`twinphase_bench/client/health.py`).
+A run is void if the client was the limit (`twinphase_bench/client/health.py`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from twinphase_bench.client.sse import failure_kind
 from twinphase_bench.load.workload import LoadRequest, Workload
 from twinphase_bench.targets.target import LoadTarget, TargetFacts
 
-# An open loop sends no request above this limit, and the run is void.
+# An open loop does not send requests above this limit, and the run is then void.
 MAX_IN_FLIGHT = 4096
-# The first request of an open loop is due later than its start, so that its task is ready in time.
+# The first request of an open loop is due this much after the start, so that its task is ready.
 START_DELAY_SECONDS = 0.05
 
 
@@ -43,21 +43,22 @@ class LoadFailedError(TwinphaseError):
 
 @dataclass
 class LoadResult:
-    """One load: what was asked for, and every request as the client saw it.
+    """The parameters of a load, and every request as the client saw it.
 
     Times and latencies are seconds.
 
     Attributes:
-        facts: of the target.
-        workload, arrivals: one line each.
-        rate: requests per second; None for a closed loop, and where all were due at once.
-        concurrency: of a closed loop.
-        observations: of the measured requests, in the order of their intended moments.
-        num_requests: in the workload; more than observations where a limit ended the load.
-        client: how well it kept up.
-        slos: for goodput.
-        conditions: of the workload, for the report.
-        notes: what a reader must know to judge it.
+        facts: facts of the target.
+        workload, arrivals: descriptions of one line each.
+        rate: requests per second; None for a closed loop, or if all were due at once.
+        concurrency: requests in flight of a closed loop.
+        observations: observations of the measured requests, in the order of their scheduled times.
+        num_requests: number of requests in the workload; there are fewer observations if a limit
+            ended the load.
+        client: how well the client kept up.
+        slos: service levels for goodput.
+        conditions: conditions of the workload, for the report.
+        notes: facts that a reader needs to judge the load.
     """
 
     facts: TargetFacts
@@ -88,13 +89,13 @@ class LoadResult:
 
     @property
     def seconds(self) -> float:
-        """Last end - first intended send."""
+        """Seconds from the first scheduled send time to the last end."""
         seen = self.observations
         return max(one.ended for one in seen) - min(one.intended for one in seen) if seen else 0.0
 
     @property
     def offered(self) -> float | None:
-        """Requests per second that were due (random gaps: of this draw); None for a closed loop."""
+        """Due requests per second (of the actual random gaps); None for a closed loop."""
         if self.concurrency is not None or len(self.observations) < 2:
             return None
         window = self.observations[-1].intended - self.observations[0].intended
@@ -121,11 +122,11 @@ class LoadResult:
 
     @property
     def itl(self) -> list[float]:
-        """Pooled over all requests."""
+        """The gaps of all requests, pooled."""
         return [gap for seen in self.succeeded for gap in seen.itl]
 
     def _tokens(self, *kinds: str) -> int | None:
-        """Tokens of successful requests by the target's count; None if it did not count all."""
+        """Tokens of successful requests by the target's count; None if a count is missing."""
         counts = [getattr(seen, f"num_{kind}_tokens") for seen in self.succeeded for kind in kinds]
         return sum(counts) if counts and None not in counts else None
 
@@ -135,17 +136,17 @@ class LoadResult:
 
     @property
     def request_rate(self) -> float:
-        """Succeeded requests / seconds."""
+        """Successful requests per second."""
         return len(self.succeeded) / self.seconds if self.seconds > 0 else math.nan
 
     @property
     def output_rate(self) -> float | None:
-        """Output tokens of succeeded requests / seconds."""
+        """Output tokens of successful requests per second."""
         return self._per_second(self._tokens("output"))
 
     @property
     def total_rate(self) -> float | None:
-        """Prompt and output tokens of succeeded requests, cached ones included / seconds."""
+        """Prompt tokens (including cached) and output tokens of successful requests per second."""
         return self._per_second(self._tokens("prompt", "output"))
 
     def _per_second(self, count: int | None) -> float | None:
@@ -153,12 +154,12 @@ class LoadResult:
 
     @property
     def goodput(self) -> Goodput | None:
-        """Share of requests that met all service levels; None without service levels."""
+        """The requests that met all service levels; None without service levels."""
         return goodput(self.observations, self.slos, self.seconds) if self.slos.bounds else None
 
     @property
     def void(self) -> tuple[str, ...]:
-        """Why the figures are not to be used; empty if they are."""
+        """The reasons why the figures are void; empty if they are valid."""
         return self.client.faults(percentile(self.ttft, 50), percentile(self.itl, 50))
 
 
@@ -174,17 +175,17 @@ async def run_load(
     """Warm up, then send a workload.
 
     Args:
-        target: gets each request `lead` seconds before it is due; in a closed loop one with a lead
-            gets `SEND_NOW` for its moment. Replies are read when the load is over.
-        workload: what is sent.
-        arrivals: when.
-        slos: for goodput.
+        target: receives each request `lead` seconds before it is due; in a closed loop, a target
+            with a lead gets `SEND_NOW` as the time. Replies are parsed after the load.
+        workload: requests to send.
+        arrivals: send times.
+        slos: service levels for goodput.
         send_seconds: send nothing after this time.
         progress: called with the number of requests that have ended.
 
     Raises:
-        InvalidRequestError: the workload does not fit the target, or the arrivals need times that
-            it has not.
+        InvalidRequestError: the workload does not fit the target, or lacks the times that
+            `arrivals` needs.
         LoadFailedError: a warm-up request failed.
     """
     workload.require_fit(target.facts.context_length)
@@ -215,7 +216,7 @@ async def run_load(
 
 
 async def _warm_up(target: LoadTarget, workload: Workload, progress: Progress) -> None:
-    """Send requests before the measured ones, so that these meet a warm server."""
+    """Send unmeasured requests first, so that the server is warm."""
     for number, request in enumerate(workload.warm_up):
         progress("warm-up", number, len(workload.warm_up))
         seen = await target.send(request.prompt, request.max_tokens, time.perf_counter())
@@ -226,7 +227,7 @@ async def _warm_up(target: LoadTarget, workload: Workload, progress: Progress) -
 
 
 async def _watched(client: ClientHealth, sending: Coroutine[Any, Any, None]) -> list[Beat]:
-    """Send without garbage collection, and note the client's CPU and heartbeats meanwhile."""
+    """Send without garbage collection, and record the client's CPU time and heartbeats."""
     beats: list[Beat] = []
     with _without_garbage_collection():
         began = time.perf_counter()
@@ -234,7 +235,7 @@ async def _watched(client: ClientHealth, sending: Coroutine[Any, Any, None]) -> 
         heart = asyncio.ensure_future(watch_loop(beats))
         try:
             await sending
-            # So that the last stamps have a heartbeat, too.
+            # The last timestamps need a later heartbeat.
             await asyncio.sleep(2 * HEARTBEAT_SECONDS)
         finally:
             client.cpu = (time.thread_time() - cpu) / (time.perf_counter() - began)
@@ -245,7 +246,7 @@ async def _watched(client: ClientHealth, sending: Coroutine[Any, Any, None]) -> 
 def _judge(
     client: ClientHealth, observations: Sequence[Observation], beats: Sequence[Beat]
 ) -> None:
-    """Record how late requests were sent and tokens stamped, and what this machine refused."""
+    """Record send lags, delays of timestamps, and connections that this machine refused."""
     client.send_lags = [seen.lag for seen in observations if not seen.connected_late]
     client.connected_late = sum(seen.connected_late for seen in observations)
     client.loop_lags = lags_of_stamps(
@@ -261,9 +262,9 @@ def _judge(
 
 @dataclass
 class _Sender:
-    """Sends a workload and collects the replies, which the target reads afterwards.
+    """Sends a workload and collects the replies, which the target parses afterwards.
 
-    `replies` are by the request's place in the workload.
+    `replies` are by the request's index in the workload.
     """
 
     target: LoadTarget
@@ -288,7 +289,7 @@ class _Sender:
         await asyncio.gather(*tasks)
 
     async def closed(self, concurrency: int, send_seconds: float) -> None:
-        """The next request when one has ended."""
+        """Send each request when another one has ended."""
         waiting = iter(range(len(self.requests)))
         end = time.perf_counter() + send_seconds
 
@@ -307,7 +308,7 @@ class _Sender:
             self.replies[number] = await self.target.start(
                 request.prompt, request.max_tokens, intended
             )
-        # A target raises for no failure; one that does all the same loses one request.
+        # Targets must not raise; if one does, only this request is lost.
         except Exception as error:
             self.replies[number] = _broken(error, intended)
         finally:
@@ -315,7 +316,7 @@ class _Sender:
         self.progress("load", len(self.replies), len(self.requests))
 
     def read(self) -> list[Observation]:
-        """The observations by their intended times; equal ones in the workload's order."""
+        """The observations by their scheduled times; ties are in the workload's order."""
         replies = [self.replies[number] for number in sorted(self.replies)]
         return sorted((self._observed(reply) for reply in replies), key=lambda one: one.intended)
 
@@ -336,7 +337,7 @@ def _broken(error: Exception, intended: float) -> Observation:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """No garbage collection: a full one stops the process for longer than a token takes."""
+    """Disable garbage collection, because a full collection takes longer than a token."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""Workloads from published files (`twinphase.read_trace`), as requests for a target.
+"""Converts published traces (`twinphase.read_trace`) to requests for a target.
 
-Lengths, times, shared prefixes and ShareGPT's questions come from the file; all other text is made
-up. Lines out of the order of their times are sorted, and the report says so.
+Lengths, times, shared prefixes and ShareGPT's questions come from the file; all other text is
+synthetic. Lines are sorted by time if necessary, and the report says so.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def trace_workload(
     """The requests of a file for a target.
 
     Args:
-        path: of the file; errors are those of `read_trace`.
-        sizing: of the target: `await target.sizing()`.
-        scaling: to fit it; as it is if None.
-        seed: of the texts.
+        path: path of the file; errors are those of `read_trace`.
+        sizing: sizing of the target, `await target.sizing()`.
+        scaling: scaling of lengths and times; None for none.
+        seed: random seed of the texts.
     """
     scaling = scaling or Scaling()
     kind, unsorted = read_trace(path, scaling.num_prompts)
@@ -61,7 +61,7 @@ def trace_workload(
 
 
 def _notes(kind: str, sizing: Sizing, scale: float) -> list[str]:
-    """What is not as in the file."""
+    """The differences from the file."""
     if kind == "mooncake":
         notes = [
             f"prompts share prefixes as the trace says, in blocks of {BLOCK_TOKENS * scale:g} "
@@ -106,7 +106,7 @@ def _request(line: TraceLine, maker: PromptMaker, scaling: Scaling) -> LoadReque
 
 
 def _conversation(line: TraceLine, maker: PromptMaker, scaling: Scaling) -> LoadRequest:
-    """The question as text or the target's token ids; without a tokenizer as random ids."""
+    """The question as text or token ids; without a tokenizer as random ids."""
     sizing = maker.sizing
     if sizing.encode is not None:
         ids = sizing.encode(line.question)

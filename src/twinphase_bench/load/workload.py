@@ -1,6 +1,6 @@
-"""What a load sends: made-up prompts of given lengths, with no or chosen shared prefixes.
+"""The requests of a load: synthetic prompts of given lengths, optionally with shared prefixes.
 
-`arrivals.py` says when they are sent; `traces.py` reads workloads from files.
+`traces.py` reads workloads from files.
 """
 
 from __future__ import annotations
@@ -36,31 +36,32 @@ WORDS = tuple(
     hole home hope horse hot hotel hour house how huge human hundred
     """.split()  # noqa: SIM905  a list of quoted words would be a page long
 )
-# Each prompt begins with this many words of its own.
+# Each prompt begins with this number of unique words.
 NONCE_WORDS = 8
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """How prompts get the lengths asked for, for one target."""
+    """The rules by which prompts for one target get the requested lengths."""
 
-    tokens_per_word: float = 1.0  # of our words, by the target's own count
-    overhead: float = 0.0  # tokens that every prompt has besides: begin of text, chat template
+    tokens_per_word: float = 1.0  # Tokens per word of our word list, by the target's own count.
+    overhead: float = 0.0  # Additional tokens of every prompt: begin of text, chat template.
     vocab_size: int | None = (
-        None  # with it prompts are random token ids of exact length, and the above is not used
+        # If given, prompts are random token ids of exact length, and the fields above are not used.
+        None
     )
-    reserved: int = 256  # ids below this are control tokens, as a rule, and are not drawn
-    counted: bool = True  # False if the target does not count tokens: lengths are in words
-    # Token ids of a text, for a target of ids that has the model's tokenizer.
+    reserved: int = 256  # Lower ids are usually control tokens, and are not used.
+    counted: bool = True  # False if the target does not count tokens, so that lengths are in words.
+    # Encodes a text, for a target of token ids that has the model's tokenizer.
     encode: Callable[[str], list[int]] | None = field(default=None, compare=False)
 
     def num_words(self, num_tokens: float) -> int:
-        """Words for that many tokens without the overhead, at least one."""
+        """The number of words for `num_tokens` tokens minus the overhead; at least one."""
         return max(1, round(num_tokens / self.tokens_per_word))
 
 
 class TextMaker:
-    """Random text, the same for the same seed and number; no two numbers share the first words."""
+    """Random texts, determined by seed and number; the first words of all numbers differ."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -81,12 +82,12 @@ class TextMaker:
         return " ".join([*nonce, *self.block(count - NONCE_WORDS, f"text/{number}")][:count])
 
     def block(self, count: int, name: str) -> list[str]:
-        """Words that belong to a name, equal for equal names."""
+        """The words of a named block; equal names have equal words."""
         return random.Random(f"{name}/{self._seed}").choices(WORDS, k=max(0, count))
 
 
 class PromptMaker:
-    """Prompts of about, or with token ids exactly, the wanted number of tokens for a target."""
+    """Prompts with about the requested number of tokens, or exactly with token ids."""
 
     def __init__(self, sizing: Sizing, seed: int = 0) -> None:
         self.sizing = sizing
@@ -95,7 +96,7 @@ class PromptMaker:
         self._number = 0
 
     def take(self, num_tokens: int) -> Prompt:
-        """The next prompt; no other shares a prefix with it."""
+        """The next prompt, which shares no prefix with any other."""
         self._number += 1
         if self.sizing.vocab_size is None:
             words = self.sizing.num_words(num_tokens - self.sizing.overhead)
@@ -104,11 +105,11 @@ class PromptMaker:
         usable = self.sizing.vocab_size - self._first_id
         ids[0] = (
             self._first_id + (self._number * 7919 + self._seed) % usable
-        )  # prime: no number repeats soon
+        )  # The step is a prime, so that no number repeats soon.
         return Prompt("", tuple(ids), num_tokens)
 
     def take_shared(self, num_tokens: int, blocks: Sequence[int], block_tokens: float) -> Prompt:
-        """A prompt of blocks: prompts whose first k blocks are equal share k blocks."""
+        """A prompt made of blocks: prompts with the same first k blocks share these."""
         if self.sizing.vocab_size is not None:
             size = max(1, round(block_tokens))
             ids = [i for block in blocks for i in self._ids(size, f"block/{block}")]
@@ -136,7 +137,7 @@ class LoadRequest:
 
     prompt: Prompt
     max_tokens: int
-    timestamp: float | None = None  # seconds after the first request, in a trace
+    timestamp: float | None = None  # In a trace, seconds after the first request.
 
     @property
     def num_tokens(self) -> int:
@@ -145,15 +146,16 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked of a target."""
+    """The requests for a target."""
 
-    requests: tuple[LoadRequest, ...]  # measured, in the order of sending
-    warm_up: tuple[LoadRequest, ...] = ()  # sent before, with prompts of their own, and not counted
-    description: str = ""  # one line for the report
+    requests: tuple[LoadRequest, ...]  # Measured requests, in the order of sending.
+    # Requests sent first, with their own prompts, which are not measured.
+    warm_up: tuple[LoadRequest, ...] = ()
+    description: str = ""  # A line for the report.
     conditions: dict[str, str] = field(
         default_factory=dict
-    )  # scale of lengths and times, file, seed
-    notes: tuple[str, ...] = ()  # what a reader must know to judge it
+    )  # Scale of lengths and times, file, seed.
+    notes: tuple[str, ...] = ()  # Facts that a reader needs to judge the load.
 
     def require_fit(self, context_length: int | None) -> None:
         """Check lengths against a target's context.
@@ -181,7 +183,7 @@ class Workload:
 def make_workload(
     lengths: Lengths, num_prompts: int, sizing: Sizing, *, seed: int = 0, num_warm_up: int = 3
 ) -> Workload:
-    """Requests with unique prompts; `sizing` is the target's, `seed` of lengths and texts."""
+    """Requests with unique prompts; `sizing` is the target's, `seed` that of lengths and texts."""
     generator = random.Random(f"lengths/{seed}")
     maker = PromptMaker(sizing, seed)
 

@@ -1,8 +1,8 @@
-"""Compares two results metric by metric: the factor, and whether it is beyond chance.
+"""Compares two results metric by metric: the ratio, and whether it is significant.
 
-The ratio of medians B/A with a bootstrap interval (Efron and Tibshirani, An Introduction to the
-Bootstrap, chapter 13). An interval that has 1 in it shows no difference, which is not the same as
-showing that there is none. Not for measuring, nor for judging why.
+It computes the ratio of medians B/A with a bootstrap interval (Efron and Tibshirani, An
+Introduction to the Bootstrap, chapter 13). An interval that contains 1 shows no difference, which
+does not prove that there is none.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from twinphase_bench.report.report import (
 from twinphase_bench.report.result import read_result
 
 CONFIDENCE = 0.95
-# Fewer values on either side give an interval that is too narrow.
+# With fewer values on either side, the interval would be too narrow.
 MIN_VALUES = 5
 RESAMPLES = 9999
-# A fixed seed, so that the same files give the same report.
+# The seed is fixed, so that the same files give the same report.
 SEED = 20240501
-# Conditions that differ between any two runs of one command and change nothing: prompts are drawn
-# for each run, and a sweep ends where its time does ("longest prompt"); only places that both
-# have are compared.
+# Conditions that differ between any two runs of a command without an effect: prompts are drawn for
+# each run, and the time limits a sweep ("longest prompt"); only places in both results are
+# compared.
 INCIDENTAL = (
     "date",
     "command",
@@ -60,11 +60,11 @@ DIFFERENT = ("faster", "slower", "better", "worse")
 
 @dataclass(frozen=True)
 class Comparison:
-    """One metric of both results.
+    """The comparison of one metric.
 
-    `ratio` is median of B / median of A, also where its error is unknown; NaN where it has no
-    meaning. Without an `interval` of it, `reason` says why. `verdict` is of B: "faster", "slower"
-    (or "better", "worse" where it is neither a time nor a rate), `SAME` or `CANNOT`.
+    `ratio` is median of B / median of A, even if its error is unknown; NaN if it has no meaning.
+    Without an `interval`, `reason` has the cause. `verdict` is on B: "faster", "slower" ("better"
+    or "worse" for neither a time nor a rate), `SAME` or `CANNOT`.
     """
 
     a: Metric
@@ -76,7 +76,7 @@ class Comparison:
 
     @property
     def family(self) -> str:
-        """The metric's name without its point: all of one family stand in one table."""
+        """The metric's name without its point; metrics of a family share a table."""
         return self.a.name.partition("[")[0]
 
 
@@ -84,19 +84,19 @@ def compare(a: Path, b: Path) -> Report:
     """Compare two files.
 
     Args:
-        a: `result.json` of the one, or its folder.
-        b: of the other: the ratio's numerator.
+        a: `result.json` of the first result, or its folder.
+        b: the same of the second result, the ratio's numerator.
 
     Raises:
-        ResultError: either is not a result, they are of different kinds, or they have no metric in
-            common.
-        MissingExtraError: without the bench extra.
+        ResultError: a file is not a result, or the results have different kinds or no common
+            metric.
+        MissingExtraError: the bench extra is not installed.
     """
     return compare_reports(read_result(a), read_result(b), (str(a), str(b)))
 
 
 def compare_reports(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -> Report:
-    """Compare two reports; `names` say where they come from."""
+    """Compare two reports; `names` are the names of their sources."""
     if a.kind != b.kind:
         raise ResultError(
             f"{names[0]} is a result of {a.kind}, {names[1]} of {b.kind}.",
@@ -157,7 +157,7 @@ def _compared(kind: str, a: Metric, b: Metric) -> Comparison:
 
 
 def _too_few(kind: str, number_a: int, number_b: int) -> str:
-    """How many values there are, how many are needed, and where they would come from."""
+    """The numbers of values, the required number, and how to get more."""
     what = "repetitions" if kind == "bench" else "values"
     found = (
         f"{number_a} {what} each" if number_a == number_b else f"{number_a} and {number_b} {what}"
@@ -168,7 +168,7 @@ def _too_few(kind: str, number_a: int, number_b: int) -> str:
 
 
 def _interval(a: Sequence[float], b: Sequence[float]) -> Interval:
-    """Percentile interval of median(b) / median(a), resampling both with replacement."""
+    """Percentile interval of median(b) / median(a), with both resampled with replacement."""
     numpy = require("numpy")
     stats = require("scipy.stats")
 
@@ -294,7 +294,7 @@ def _definitions(items: Sequence[Comparison]) -> tuple[str, ...]:
 
 
 def _common_reason(items: Sequence[Comparison]) -> list[str]:
-    """Why none of them can be compared, where that is the same for all."""
+    """The reason why no metric can be compared, if it is the same for all."""
     reasons = {item.reason for item in items}
     return [f"Cannot be compared: {reason}." for reason in reasons if reason and len(reasons) == 1]
 
@@ -312,7 +312,8 @@ def _table(title: str, items: Sequence[Comparison]) -> Table:
         ),
         Column("B is", "by whether the interval has 1 in it"),
     )
-    several = len({item.reason for item in items}) > 1  # one reason for all is above the table
+    # A single reason for all is above the table.
+    several = len({item.reason for item in items}) > 1
     rows = (
         (
             item.a.name,

@@ -1,4 +1,4 @@
-"""A report as Markdown, to be pasted into an issue or a README; its plots are files beside it."""
+"""A report as Markdown for an issue or a README; its plots are files beside it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from twinphase_bench.report.report import Report, Section, Table, Verdict
 
 
 def markdown(report: Report, *, with_plots: bool = True) -> str:
-    """Verdicts, noise, numbers, then conditions; plots if their files are there."""
+    """Verdicts, noise, numbers, then conditions; plots if their files exist."""
     lines = [f"# {_text(report.title)}", "", *map(_verdict, report.verdicts), ""]
     if report.noise:
         lines += ["## Noise", "", *(f"- {_text(line)}" for line in report.noise), ""]
@@ -49,7 +49,7 @@ def _table(table: Table) -> Iterator[str]:
 
 
 def _text(text: str) -> str:
-    """Text that no reader of Markdown takes for markup: it may come from a server."""
+    """Escape all markup, because the text may come from a server."""
     text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return "".join(
         f"\\{character}" if character in "\\`*_[]|#" else character for character in text

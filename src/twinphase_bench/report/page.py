@@ -1,8 +1,8 @@
-"""A report as one HTML page with its text, charts, the program that draws them, and JSON.
+"""A report as one HTML page with its text, charts, drawing program, and JSON.
 
-The page asks no network for anything, and its own policy (CSP) forbids it to. Text from outside is
-escaped by the template; data travels in a script element that is not run. What the page looks like
-is in `assets/`, its colours in `theme.py`.
+The page needs no network, and its policy (CSP) forbids requests. The template escapes text from
+outside; data is in a script element that is not executed. `assets/` has the layout, and `theme.py`
+the colours.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUMBER = re.compile(r"[<>≤≥~≈±+−-]*\s*[\d.,]*\d")
 
 
 def page(report: Report, result: str) -> str:
-    """The page of a report; `result` is the text of `result.json`, which it carries."""
+    """The page of a report; it contains `result`, the text of `result.json`."""
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -42,7 +42,7 @@ def page(report: Report, result: str) -> str:
     return environment.from_string(_asset("page.html.j2")).render(
         report=report,
         version=__version__,
-        # Only these two scripts run, only this style holds, and nothing at all is fetched.
+        # Only these two scripts and this style are allowed, and nothing is fetched.
         policy=f"default-src 'none'; script-src {_hash(drawing)} {_hash(program)}; style-src "
         f"{_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'",
         style=Markup(style),
@@ -54,7 +54,7 @@ def page(report: Report, result: str) -> str:
 
 
 def _number_columns(table: Table) -> list[bool]:
-    """Which columns hold numbers and are aligned right; cells without a value do not count."""
+    """The columns with numbers, which are aligned right; empty cells do not count."""
     columns = zip(*(row[1:] for row in table.rows), strict=True)
     found = [all(NUMBER.match(cell) or cell in NO_NUMBER for cell in column) for column in columns]
     return [False, *found] if found else [False for _ in table.columns]

@@ -1,11 +1,11 @@
-"""The kinds of chart that reports are made of, as Vega-Lite specifications made by Altair.
+"""The kinds of charts in reports, as Vega-Lite specifications made with Altair.
 
 Every kind takes the plot's `name`, `title` and `caption`, and rows: mappings with plain values. The
 keys of a row are shown when a reader points at it, so they are words that a reader knows; "low" and
 "high" are an interval. `x` and `y` are (key of the row, title of the axis with its unit). `series`
-or `part` is the key shown by colour: a name that begins with "prefill" or "decode" has
-its phase's colour (`theme.py`). Sizes, fonts and colours are left to the renderer: the
-page, or `render.py` for a PNG.
+or `part` is the key shown by colour: a name that begins with "prefill" or "decode" has its phase's
+colour (`theme.py`). Sizes, fonts and colours are left to the renderer: the page, or `render.py` for
+a PNG.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from twinphase_bench.report.theme import colour, colour_scale, colours_of, phase
 alt: Any = OnFirstUse("altair")
 Given = ParamSpec("Given")
 Row = Mapping[str, Any]
-# The height of a horizontal bar and the space around it.
+# The height of a horizontal bar with its margin.
 ROW_PIXELS = 30
 DRAG = "[pointerdown[event.pointerType === 'mouse'], window:pointerup] > window:pointermove!"
 
 
 def _if_installed(draw: Callable[Given, Plot]) -> Callable[Given, Plot]:
-    """Without Altair, a plot is its name, title and caption: the report is made all the same."""
+    """Without Altair, return a plot with only name, title and caption, so that the report works."""
 
     @functools.wraps(draw)
     def plot(*given: Given.args, **named: Given.kwargs) -> Plot:
@@ -65,7 +65,7 @@ def lines(
     line = base.mark_line(clip=True).encode(y=at, opacity=_faded(series, 0.75))
     layers.append(line.properties(data=_data(fitted)) if fitted else line)
     points = base.mark_point().encode(y=at, opacity=_faded(series), tooltip=_tooltips(rows))
-    if series:  # shape as well as colour, so that neither is needed alone
+    if series:  # Shape distinguishes series besides colour.
         points = points.encode(
             shape=alt.Shape(field=series, type="nominal", title=None).scale(domain=names)
         )
@@ -87,8 +87,7 @@ def bars(
 ) -> Plot:
     """Horizontal bars with error bars, one per category; divided by colour by the key `part`.
 
-    Parts add up, one after the other; `grouped` ones are compared, one below the other. They have
-    no error bars.
+    Parts are stacked, or side by side if `grouped`. They have no error bars.
     """
     parts = _names(rows, part)
     categories = _names(rows, category[0])
@@ -101,12 +100,12 @@ def bars(
         tooltip=_tooltips(rows),
     )
     bar = base.mark_bar()
-    if part:  # stacked in the order of the rows, as the legend is, not by name
+    if part:  # Parts are stacked in the order of the rows, like the legend, not by name.
         rows = [{**row, "order": parts.index(str(row[part]))} for row in rows]
         bar = bar.encode(color=_colour(part, parts), opacity=_faded(part), order="order:Q")
         if grouped:
             bar = bar.encode(yOffset=alt.YOffset(field=part, type="nominal", sort=parts))
-    elif all(map(phase_of_name, categories)):  # the axis is legend enough
+    elif all(map(phase_of_name, categories)):  # The axis serves as the legend.
         bar = bar.encode(color=_colour(category[0], categories, legend=False))
     else:
         bar = bar.encode(color=_colour(None, plot=name))
@@ -131,10 +130,11 @@ def spans(
     height: int,
     caption: str = "",
 ) -> Plot:
-    """Bars in lanes, each from its row's "from" to its "to" in `unit`: what a time was spent on.
+    """Bars in lanes, each from its row's "from" to its "to" in `unit`, for parts of a time.
 
     `lane` is (key of the row, title of the axis); lanes are in the order of the rows and together
-    `height` pixels high. `roles` are the colours (`theme.py`) of what the key `part` says a bar is.
+    `height` pixels high. `roles` are the colours (`theme.py`) of a bar by its value of the key
+    `part`.
     """
     lanes = list(dict.fromkeys(row[lane[0]] for row in rows))
     base = alt.Chart().encode(
@@ -165,7 +165,7 @@ def distribution(
 ) -> Plot:
     """Empirical distribution functions, one line per series.
 
-    `values` are by the name of their series, in `unit`; `limit` is drawn across, such as an SLO.
+    `values` are in `unit`, by the name of their series; `limit` is drawn as a line, such as an SLO.
     """
     rows = [row for series, found in values.items() for row in _ranks(series, found)]
     base = alt.Chart().encode(x=_axis(alt.X, "value", unit, log_x, zero=not log_x))
@@ -190,7 +190,7 @@ def distribution(
 def log_labels(channel: str, number_format: str = ",~r") -> dict[str, Any]:
     """Vega-Lite's `axis` of a logarithmic "x" or "y": labels at 1, 2 and 5 of each decade.
 
-    Within one decade every tick has a label, across more than four only each decade's first.
+    Within one decade every tick has a label; across more than four, only the first tick of each.
     `number_format` is D3's (https://d3js.org/d3-format).
     """
     decades = f"log(domain('{channel}')[1] / domain('{channel}')[0]) / LN10"
@@ -214,15 +214,15 @@ def _plot(
     *,
     height: int | None = None,
 ) -> Plot:
-    """Layers, over `rows` where they have no data of their own."""
+    """A plot of layers; `rows` are the data of layers without their own."""
     chart = alt.layer(*layers, data=_data(rows)).add_params(*parameters)
     if height is not None:
         chart = chart.properties(height=height)
     with alt.theme.enable("none"), alt.data_transformers.enable(consolidate_datasets=False):
         spec = chart.to_dict(
             validate=False
-        )  # all but the rows was validated above, and rows take long
-    spec.pop("$schema", None)  # of Altair's own version: the page draws with the one it carries
+        )  # Everything but the rows was validated above, and rows take long.
+    spec.pop("$schema", None)  # This is Altair's own version, but the page contains another one.
     return Plot(name, title, spec, caption)
 
 
@@ -239,7 +239,7 @@ def _names(rows: Iterable[Row], key: str | None) -> list[str]:
 
 
 def _axis(channel: Any, field: str, title: str, log: bool = False, *, zero: bool = False) -> Any:
-    """A quantitative axis with room for half a point at its ends, or beginning at zero."""
+    """A quantitative axis with a margin of half a point at its ends, or starting at zero."""
     axis = channel(field=field, type="quantitative", title=title)
     if log:
         return axis.scale(type="log", nice=False, padding=10).axis(
@@ -256,38 +256,38 @@ def _colour(
     roles: Mapping[str, str] | None = None,
     legend: bool = True,
 ) -> Any:
-    """Colour by series; without series the colour of the phase in the plot's name."""
+    """Colour by series, or by the phase in the plot's name."""
     if series is None:
         return alt.value(colour(phase_of_name(plot) or "series1"))
     roles = colours_of(names) if roles is None else roles
     channel = alt.Color(field=series, type="nominal", title=None)
     channel = channel.scale(**colour_scale(roles)) if roles else channel
-    # As many columns as there is room for the longest name, at about 7 pixels per letter.
+    # The number of columns with room for the longest name, at about 7 pixels per letter.
     columns = alt.expr(f"max(1, floor(width / {7 * max(map(len, roles), default=0) + 32}))")
     return channel.legend(columns=columns) if legend else channel.legend(None)
 
 
 def _zoom() -> Any:
-    """Drag to move, Ctrl and the wheel to zoom: scrolling a page must not zoom a chart."""
+    """Drag to move, Ctrl and the wheel to zoom, so that scrolling a page does not zoom a chart."""
     return alt.selection_interval(
         name="zoom", bind="scales", on=DRAG, translate=DRAG, zoom="wheel![event.ctrlKey]"
     )
 
 
 def _highlight(series: str | None) -> list[Any]:
-    """A click on a name in the legend brings its series out."""
+    """A click on a name in the legend highlights its series."""
     return [alt.selection_point(name="chosen", fields=[series], bind="legend")] if series else []
 
 
 def _faded(series: str | None, opacity: float = 1.0) -> Any:
-    """Paler than `opacity` while another series is chosen."""
+    """A lower opacity than `opacity` while another series is selected."""
     if series is None:
         return alt.value(opacity)
     return alt.condition(*_highlight(series), alt.value(opacity), alt.value(opacity * 0.15))
 
 
 def _tooltips(rows: Sequence[Row]) -> list[Any]:
-    """Every key of the rows is shown when a reader points at one, numbers to four digits."""
+    """Tooltips with every key of the rows, numbers with four digits."""
     found = []
     for key in dict.fromkeys(key for row in rows for key in row):
         values = [row[key] for row in rows if row.get(key) is not None]
@@ -304,7 +304,7 @@ def _tooltips(rows: Sequence[Row]) -> list[Any]:
 
 
 def _ranks(series: str, values: Sequence[float], most: int = 400) -> list[dict[str, Any]]:
-    """Ordered values with the share at or below each; at most `most`, evenly chosen."""
+    """Sorted values with the share at or below each; at most `most`, evenly selected."""
     ordered = sorted(values)
     n = len(values)
     ranks = (

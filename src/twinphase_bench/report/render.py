@@ -1,4 +1,4 @@
-"""A report as files: an HTML page, PNGs, JSON with all raw data, and Markdown."""
+"""Writes a report as files: an HTML page, PNGs, JSON with all raw data, and Markdown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from twinphase_bench.report.report import Plot, Report
 from twinphase_bench.report.result import plain, result_json
 from twinphase_bench.report.theme import config
 
-# Of PNGs: CSS pixels, and device pixels for each.
+# The size of PNGs in CSS pixels, and device pixels per CSS pixel.
 WIDTH = 640
 HEIGHT = 340
 SCALE = 2.0
@@ -23,9 +23,9 @@ SCALE = 2.0
 
 @dataclass(frozen=True)
 class Written:
-    """Where the files of a report are; the PNGs are in the order of the report.
+    """The paths of a report's files; PNGs are in the order of the report.
 
-    Without the bench extra there is no page, and there are no PNGs.
+    Without the bench extra there are no page and no PNGs.
     """
 
     html: Path | None
@@ -42,13 +42,13 @@ def write_report(
     """Write `report.html`, `report.md`, `result.json` and `plots/NAME.png`.
 
     Args:
-        report: what was measured.
-        folder: made if it is not there.
+        report: report to write.
+        folder: folder for the files, created if necessary.
         progress: called before the page, and before each plot.
 
     Raises:
-        StorageError: no space or no right to write.
-        ValueError: two plots of one name, or a name that is no file name.
+        StorageError: the files cannot be written.
+        ValueError: two plots have the same name, or a name is not a valid file name.
     """
     plots = [plot for section in report.sections for plot in section.plots]
     _check_names([plot.name for plot in plots])
@@ -56,7 +56,8 @@ def write_report(
     progress("writing the report", 0, 0)
     images = []
     try:
-        _write(folder / "result.json", text.encode())  # first: it has what took long
+        # This file is first because its data took long to measure.
+        _write(folder / "result.json", text.encode())
         _write(folder / "report.md", markdown(report, with_plots=can_draw()).encode())
         if not can_draw():
             return Written(None, folder / "report.md", folder / "result.json", [])
@@ -75,7 +76,7 @@ def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_bytes(data)
-    part.replace(path)  # no reader sees half a file
+    part.replace(path)  # Readers never see a partial file.
 
 
 def _check_names(names: list[str]) -> None:
@@ -87,9 +88,9 @@ def _check_names(names: list[str]) -> None:
 
 
 def png(plot: Plot) -> bytes:
-    """The chart with its title, on white."""
+    """The chart with its title on a white background."""
     spec = {"title": plot.title, "width": WIDTH, "height": HEIGHT, **plain(plot.spec)}
-    # A report may come from a file: its charts fetch nothing.
+    # A report may come from a file, so its charts must not fetch anything.
     drawn: bytes = require("vl_convert").vegalite_to_png(
         spec, scale=SCALE, config=config("light"), allowed_base_urls=[]
     )

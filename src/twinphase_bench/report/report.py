@@ -1,7 +1,6 @@
 """A measurement as data: verdicts first, then noise, numbers, plots and conditions.
 
-Every command that measures ends in a `Report`. Charts are made in `plots.py`, files in
-`render.py`.
+Every command that measures produces a `Report`. `plots.py` makes charts, and `render.py` files.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, Literal
 
 
 class Status(enum.StrEnum):
-    """What a verdict says of its claim; the value is what files hold."""
+    """The status of a verdict's claim; the value is the one in files."""
 
     HOLDS = "holds"
     FAILS = "fails"
@@ -26,13 +25,13 @@ class Status(enum.StrEnum):
 
     @property
     def word(self) -> str:
-        """What people read, on terminals, pages and in Markdown alike."""
+        """The word for readers, on terminals, pages and in Markdown."""
         return {Status.INFO: "finding", Status.UNKNOWN: "undecided"}.get(self, self.value)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One sentence with its number; `reason` says why it fails or is undecided."""
+    """A sentence with its number; `reason` is why it fails or is undecided."""
 
     status: Status
     text: str
@@ -41,7 +40,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Column:
-    """A column's head, and how its numbers are defined: the formula, printed beside the table."""
+    """A column's head, and the definition of its numbers, which is printed beside the table."""
 
     name: str
     definition: str = ""
@@ -68,10 +67,10 @@ def table_of(title: str, columns: Iterable[Column | str], rows: Iterable[Sequenc
 
 @dataclass(frozen=True)
 class Plot:
-    """A Vega-Lite chart (https://vega.github.io/vega-lite), its data inside.
+    """A Vega-Lite chart (https://vega.github.io/vega-lite) including its data.
 
-    `name` is unique in its report: the stem of its PNG file. `spec` has no size, theme and title,
-    which the renderer adds. `caption` says how it was measured.
+    `name` is unique in its report, and the stem of its PNG file. `spec` has no size, theme or
+    title, which the renderer adds. `caption` describes the measurement.
     """
 
     name: str
@@ -93,9 +92,9 @@ class Section:
 
 @dataclass(frozen=True)
 class Metric:
-    """A measured quantity with every repetition's value, for comparing two results.
+    """A measured quantity with the value of every repetition, for comparisons of results.
 
-    `name` is unique in its report, with its point: "prefill_seconds[n=512]". `unit` is "s",
+    `name` is unique in its report and includes the point: "prefill_seconds[n=512]". `unit` is "s",
     "tok/s", "req/s", ... `definition` is the formula. A repetition without a value is NaN.
     """
 
@@ -108,17 +107,18 @@ class Metric:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a reader needs to judge a measurement, and to repeat it.
+    """Everything that a reader needs to judge and to repeat a measurement.
 
     Attributes:
-        kind: the command: "bench", "lab", "roofline", "compare".
-        title: one line.
-        verdicts: the findings, most important first.
+        kind: command: "bench", "lab", "roofline", "compare".
+        title: title of one line.
+        verdicts: findings, most important first.
         conditions: machine, model and its hash, versions, flags, date (`conditions.py`).
-        noise: how steady the machine was, and what was repeated or left out because it was not.
-        sections: the numbers.
-        metrics: what `bench compare` compares.
-        data: everything raw: timestamps of every token among them.
+        noise: steadiness of the machine, and measurements that were repeated or omitted for lack of
+            it.
+        sections: sections with the numbers.
+        metrics: metrics for `bench compare`.
+        data: raw data, including the timestamps of all tokens.
     """
 
     kind: str

@@ -1,7 +1,7 @@
-"""`result.json`: a report as data, written and read back.
+"""Writes and reads `result.json`, a report as data.
 
-The format has a name and a version; another version is refused rather than guessed at. Strict JSON
-(RFC 8259): what is not a finite number becomes null.
+The format has a name and a version; other versions are refused. It is strict JSON (RFC 8259):
+numbers that are not finite become null.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_FILE_BYTES = 1 << 30
 
 
 def result_json(report: Report) -> str:
-    """The text of `result.json`, one line for each part of the report."""
+    """The text of `result.json`, with one line per part of the report."""
     parts = {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
     lines = (
         f'"{name}": {msgspec.json.encode(part, enc_hook=_builtin).decode()}'
@@ -33,15 +33,15 @@ def result_json(report: Report) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as it is read back from a file: plain containers, null for non-finite numbers."""
+    """A value as it would be read from a file: plain containers, null for non-finite numbers."""
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=_builtin))
 
 
 def _builtin(value: Any) -> Any:
-    """What measurements hold and msgspec does not know."""
+    """Convert values of measurements that msgspec does not support."""
     if isinstance(value, Mapping):
         return dict(value)
-    if hasattr(value, "tolist"):  # arrays and their numbers
+    if hasattr(value, "tolist"):  # These are arrays and their scalars.
         return value.tolist()
     if isinstance(value, Path):
         return str(value)
@@ -49,13 +49,14 @@ def _builtin(value: Any) -> Any:
 
 
 def read_result(path: Path) -> Report:
-    """A report that was written as `result.json`.
+    """Read a report from `result.json`.
 
     Args:
-        path: of the file, or of the folder that has it.
+        path: path of the file, or of its folder.
 
     Raises:
-        ResultError: it cannot be read, is not JSON, not a result, of another version, or damaged.
+        ResultError: the file cannot be read, is not JSON, not a result, of another version, or
+            damaged.
     """
     path = path / "result.json" if path.is_dir() else path
     try:

@@ -24,12 +24,12 @@ MAX_SHORT_TABLE_COLUMNS = 120
 
 
 def show(report: Report, *, tables: ShownTables = "short", console: Console | None = None) -> None:
-    """Print what a reader needs; everything else is in the files.
+    """Print the most important facts of a report; all others are in its files.
 
     Args:
-        report: of any command that measures.
-        tables: "short" prints the first table of each section where that is short and narrow.
-        console: where to; default: stdout.
+        report: report of any command that measures.
+        tables: "short" prints only the first table of each section, if it is short and narrow.
+        console: output; by default stdout.
     """
     console = console or answers()
     console.print(Text(report.title, "bold"))
@@ -57,7 +57,7 @@ def _hanging(console: Console, head: Text, text: Text) -> None:
 
 
 def _table(console: Console, table: Table, only_short: bool) -> None:
-    """Columns in line, two spaces between them; the first to the left, numbers to the right."""
+    """Aligned columns, two spaces apart; the first one aligns left, numbers right."""
     rows = [[column.name for column in table.columns], *table.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if only_short and (

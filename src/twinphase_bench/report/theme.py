@@ -1,9 +1,9 @@
-"""The colours and looks of every chart, on a light page and on a dark one.
+"""The colours and the style of every chart, on a light and on a dark page.
 
 Prefill is blue and decode is orange in every chart of every report. A chart names a role
 ("prefill", "muted"), never a colour, so that one specification serves both pages: roles are
 parameters of Vega-Lite, which the `config` of a theme defines. Colours of series follow Okabe and
-Ito, whose palette people with any colour vision can tell apart (https://jfly.uni-koeln.de/color/),
+Ito (https://jfly.uni-koeln.de/color/), whose palette is distinguishable with any colour vision,
 darkened or lightened for contrast with the page.
 """
 
@@ -15,17 +15,17 @@ from typing import Any
 from twinphase.phases.colours import PAGE_COLOURS
 
 THEMES = ("light", "dark")
-# Role: (on a light page, on a dark page).
+# Colours by role: (on a light page, on a dark page).
 COLOURS = {
     **PAGE_COLOURS,
-    # Further series of the same phase: "decode, batch 4" beside "decode, batch 1".
+    # Additional series of the same phase, such as "decode, batch 4" beside "decode, batch 1".
     "prefill2": ("#5ba3dc", "#2a7fb8"),
     "prefill3": ("#003a66", "#b5def7"),
     "prefill4": ("#7d94a8", "#8ba3b3"),
     "decode2": ("#eb9350", "#b85c1a"),
     "decode3": ("#6e2a00", "#ffcfa3"),
     "decode4": ("#a3887a", "#b09a8c"),
-    # Series that are no phase, in order.
+    # Series that do not belong to a phase, in order.
     "series1": ("#007d64", "#2bc4a0"),
     "series2": ("#a8488a", "#e08cc4"),
     "series3": ("#a87800", "#f0c94a"),
@@ -49,19 +49,19 @@ FONT = (
 
 
 def colour(role: str) -> dict[str, str]:
-    """The colour of a role, wherever Vega-Lite takes a colour."""
+    """The colour of a role, in Vega-Lite's form."""
     if role not in COLOURS:
         raise ValueError(f"{role!r} is not a role: {', '.join(COLOURS)}")
     return {"expr": role}
 
 
 def phase_of_name(name: str) -> str | None:
-    """The phase that the name of a series begins with ("prefill, 512 tokens"), or None."""
+    """The phase at the start of a series's name ("prefill, 512 tokens"), or None."""
     return next((phase for phase in PAGE_COLOURS if name.lower().startswith(phase)), None)
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """A role for each series: its phase's colour and then shades, or a colour without phase."""
+    """A role for each series: its phase's colour and then shades, or a colour without a phase."""
     roles: dict[str, str] = {}
     for name in dict.fromkeys(names):
         phase = phase_of_name(name)
@@ -106,7 +106,7 @@ def config(theme: str) -> dict[str, Any]:
             "orient": "top",
             "symbolSize": 90,
             "symbolOpacity": 1,
-            "symbolBaseFillColor": muted,  # of shapes whose colour means something else
+            "symbolBaseFillColor": muted,  # This is for shapes whose colour has another meaning.
             "symbolBaseStrokeColor": muted,
             "labelLimit": 320,
         },

@@ -1,4 +1,4 @@
-"""This machine's ceilings, measured several times over and kept for later runs of any command."""
+"""Measures this machine's ceilings several times, and stores them for later runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class CeilingSweep:
     """Ceilings for one number of threads.
 
     Attributes:
-        runs: the measurements of this run, one per repetition.
-        earlier: what earlier runs kept.
+        runs: measurements of this run, one per repetition.
+        earlier: ceilings stored by earlier runs.
     """
 
     runs: Sequence[Ceilings]
@@ -23,22 +23,21 @@ class CeilingSweep:
 
     @property
     def kept(self) -> Ceilings:
-        """The best of this run; on a busy machine the best of this run and earlier ones."""
+        """The best ceilings of this run; on a busy machine, the best of this and earlier runs."""
         today = reduce(Ceilings.merged, self.runs)
         return self.earlier.merged(today) if today.provisional and self.earlier else today
 
     @property
     def now(self) -> Ceilings:
-        """The kept peaks and the best bandwidth of this run: MFU and MBU count from these.
+        """The kept peaks and this run's best bandwidth, which MFU and MBU are based on.
 
-        Arithmetic belongs to the cores, so a lower peak only means that other programs used them.
-        Memory is shared with everything else on the host, and its bandwidth changes from one hour
-        to the next.
+        A lower arithmetic peak only means that other programs used the cores. But memory is shared
+        with other users of the host, and its bandwidth changes from hour to hour.
         """
         return replace(self.kept, bandwidth=reduce(Ceilings.merged, self.runs).bandwidth)
 
     def save(self) -> str:
-        """Keep the ceilings for later runs; returns why they were not kept, "" if they were."""
+        """Store the ceilings for later runs; return the reason if they were not stored, else ""."""
         if self.kept.provisional:
             return "other programs disturbed the measurement"
         try:

@@ -1,6 +1,6 @@
-"""Medians of the measured points of `twinphase roofline`, placed under the roofline.
+"""Medians of the points measured by `twinphase roofline`, placed under the roofline.
 
-Not for measuring (`measure.py`) nor for words and tables (`report.py`).
+`measure.py` measures, and `report.py` writes the report.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from twinphase.phases.hardware import Ceilings
 from twinphase.phases.roofline import Placed, place
 from twinphase_bench.roofline.measure import RooflinePoint, Sample
 
-# The parts must add up to the whole step's time within this share.
+# The parts must add up to the time of the whole step within this share.
 MAX_DISAGREEMENT = 0.10
 NAMES = {
     "linear": "linear layers",
@@ -26,15 +26,15 @@ OUTSIDE = "outside the forward pass"
 
 @dataclass(frozen=True)
 class PointFinding:
-    """One point: medians over its repetitions.
+    """The medians over the repetitions of one point.
 
     Attributes:
-        point: which.
-        samples: its repetitions.
-        seconds: of the whole prompt or decode step.
-        tokens_per_second: one value per repetition.
-        parts: seconds by name, of the repetition of median time with clock readings inside; they
-            add up to that time.
+        point: the point.
+        samples: repetitions of the point.
+        seconds: seconds of the whole prompt or decode step.
+        tokens_per_second: rates, one per repetition.
+        parts: seconds by name in the median repetition among those timed in parts; they add up to
+            that repetition's time.
         disagreement: median of (forward pass with readings - without) / without.
         whole, linear, attention: places under the roofline.
     """
@@ -51,12 +51,12 @@ class PointFinding:
 
     @property
     def adds_up(self) -> bool:
-        """Whether reading the clock left the step's duration as it was."""
+        """Whether timing the parts did not change the step's duration."""
         return abs(self.disagreement) <= MAX_DISAGREEMENT
 
     @property
     def placed(self) -> tuple[tuple[str, Placed], ...]:
-        """The whole and its parts, by name."""
+        """The whole step and its parts, by name."""
         return (
             ("whole step", self.whole),
             ("linear layers", self.linear),
@@ -67,7 +67,7 @@ class PointFinding:
 def find(
     point: RooflinePoint, samples: Sequence[Sample], ceilings: Ceilings | None
 ) -> PointFinding:
-    """The medians of one point's repetitions, placed under `ceilings`."""
+    """The medians of a point's repetitions, placed under `ceilings`."""
     seconds = statistics.median(sample.seconds for sample in samples)
     split = sorted(samples, key=lambda sample: sample.split_seconds)[(len(samples) - 1) // 2]
     parts = {NAMES[name]: spent for name, spent in split.parts.items()}

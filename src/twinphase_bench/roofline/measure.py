@@ -1,7 +1,7 @@
-"""What `twinphase roofline` measures of a model: its steps, whole and in parts.
+"""Measures a model for `twinphase roofline`: its steps, as a whole and in parts.
 
-Everything is repeated with all points in turn, so that a disturbance does not meet one point alone.
-Not for judging (`findings.py`) nor for showing (`report.py`, `plots.py`).
+All points are measured in turn in every repetition, so that a disturbance does not affect only one
+point. `findings.py` evaluates the measurements; `report.py` and `plots.py` show them.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from twinphase import (
 )
 from twinphase.phases.roofline import PartWork, parts_of_step
 
-# Decode steps that are timed whole before the next ones are timed in parts, and the reverse.
+# Number of decode steps timed as a whole before the next ones are timed in parts, and vice versa.
 STEPS_PER_TURN = 2
-# One repetition measures several shorter prefills, because each ends so soon.
+# For shorter prompts, one repetition measures several prefills, because each one is short.
 SHORT_PROMPT_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, and how often.
+    """The points to measure, and the number of repetitions.
 
     Attributes:
-        prompt_lengths: of the prefills, tokens.
-        batches: of the decodes at `batch_context`.
-        batch_context: tokens before the decoded ones.
-        contexts: of the decodes of one sequence.
-        repetitions: of everything; one value each.
-        steps: decode steps of one repetition, whole, and the same number in parts.
-        config: of the engine; with several ranks and no model, their exchange is measured.
+        prompt_lengths: prompt lengths of the prefills, in tokens.
+        batches: batch sizes of the decodes at `batch_context`.
+        batch_context: number of tokens before the decoded ones.
+        contexts: context lengths of the decodes of one sequence.
+        repetitions: number of repetitions of everything, with one value each.
+        steps: decode steps per repetition timed as a whole, and the same number timed in parts.
+        config: configuration of the engine; with several ranks and no model, their communication is
+            measured.
     """
 
     prompt_lengths: tuple[int, ...] = (16, 64, 256, 512, 1024, 2048, 4096)
@@ -84,15 +85,15 @@ class RooflinePoint:
 
 @dataclass(frozen=True)
 class Sample:
-    """One repetition of one point: a whole prompt, or the median decode step.
+    """One repetition of a point: a whole prompt, or the median decode step.
 
     Attributes:
-        seconds: whole steps: schedule, forward pass, sampling, commit.
+        seconds: seconds of whole steps: schedule, forward pass, sampling, commit.
         forward: seconds of the forward pass.
-        split_seconds, split_forward: the same of the steps with clock readings inside.
-        parts: seconds of the latter by `stamps.PARTS`.
-        tokens: computed in `seconds`.
-        linear, attention: the work of both parts.
+        split_seconds, split_forward: the same of the steps timed in parts.
+        parts: seconds of these steps by part.
+        tokens: number of tokens computed in `seconds`.
+        linear, attention: work of both parts.
     """
 
     seconds: float
@@ -110,7 +111,7 @@ class ModelPoints:
     """A model's measured points.
 
     Attributes:
-        samples: by point, one per repetition.
+        samples: samples by point, one per repetition.
         left_out: points that do not fit the context or the memory, and why.
         workshop: the loaded model.
     """
@@ -124,7 +125,7 @@ class ModelPoints:
 class _Step:
     seconds: float
     forward: float
-    parts: Mapping[str, float]  # empty without clock readings
+    parts: Mapping[str, float]  # Empty if the step was not timed in parts.
     linear: PartWork
     attention: PartWork
 
@@ -135,7 +136,7 @@ def _sample(
     tokens: int,
     whole: Callable[[Iterable[float]], float],
 ) -> Sample:
-    """A sample of steps without and with clock readings; `whole` combines their times."""
+    """A sample from steps timed as a whole and in parts; `whole` combines their times."""
     return Sample(
         seconds=whole(step.seconds for step in plain),
         forward=whole(step.forward for step in plain),
@@ -180,7 +181,7 @@ class _Bench:
         return steps
 
     def prefill(self, point: RooflinePoint, first: int) -> Sample:
-        """Two prompts at a time, timed whole and in parts by turns on the same machine."""
+        """Compute two prompts, timed as a whole and in parts in alternation."""
         plains = []
         splits = []
         for _ in range(max(1, min(4, SHORT_PROMPT_TOKENS // point.tokens))):
@@ -195,9 +196,8 @@ class _Bench:
         return _sample(_middle(plains), _middle(splits), point.tokens, sum)
 
     def decode(self, point: RooflinePoint, first: int) -> Sample:
-        # The same prompts in each repetition, and in each batch of one context: the prefix cache
-        # holds their KV, which need not be computed again. Each sequence has its own KV all the
-        # same.
+        # Prompts are the same in each repetition and in all batches of a context, so that the
+        # prefix cache has their KV. Each sequence still has its own KV.
         room = decode_room(point, self.settings)
         prompts = [
             self.prompt(point.tokens, random.Random(f"{point.tokens} {index}"))
@@ -209,13 +209,14 @@ class _Bench:
         found: dict[bool, list[_Step]] = {True: [], False: []}
         for turn in range(2 * _turns(self.settings)):
             in_parts = (turn + first) % 2 == 1
-            self.step(in_parts)  # the other kind's threads are still awake
+            self.step(in_parts)  # The threads of the other kind of step are still awake.
             found[in_parts] += [self.step(in_parts) for _ in range(STEPS_PER_TURN)]
         if any(ticket.request.counts.num_preemptions for ticket in tickets):
             raise RuntimeError("a sequence under measurement was preempted")
         self.workshop.stepped.clear()
         sample = _sample(found[False], found[True], point.batch, statistics.median)
-        middle = found[False][len(found[False]) // 2]  # of one step, as the times are
+        # These are the parts of a single step, like the times.
+        middle = found[False][len(found[False]) // 2]
         return replace(sample, linear=middle.linear, attention=middle.attention)
 
 
@@ -229,7 +230,7 @@ def _turns(settings: Settings) -> int:
 
 
 def decode_room(point: RooflinePoint, settings: Settings) -> int:
-    """Output tokens per sequence of a decode point: measured ones, and during others' prefill."""
+    """Output tokens per sequence of a decode point, including those during others' prefill."""
     prefill_steps = -(-point.batch * point.tokens // settings.config.max_num_batched_tokens)
     return 2 * _turns(settings) * (1 + STEPS_PER_TURN) + prefill_steps + point.batch + 2
 
@@ -237,12 +238,12 @@ def decode_room(point: RooflinePoint, settings: Settings) -> int:
 def planned(
     settings: Settings, max_model_len: int, capacity: int | None
 ) -> tuple[list[RooflinePoint], list[str], int]:
-    """The points that fit, why others do not, and the KV cache tokens of a repetition.
+    """The points that fit, the reasons why others do not, and the KV cache tokens per repetition.
 
     Args:
-        settings: what is wanted.
-        max_model_len: longest prompt + output.
-        capacity: tokens of KV cache that the memory has room for; None is unknown, and no limit.
+        settings: requested points.
+        max_model_len: maximum prompt + output tokens.
+        capacity: tokens of KV cache that fit into the memory; None is unknown and means no limit.
     """
     points = [RooflinePoint("prefill", length) for length in settings.prompt_lengths]
     points += [RooflinePoint("decode", settings.batch_context, batch) for batch in settings.batches]
@@ -251,9 +252,7 @@ def planned(
     left_out = []
     for point in points:
         longest = point.tokens + (1 if point.phase == "prefill" else decode_room(point, settings))
-        need = point.batch * (
-            longest + EngineConfig.block_size
-        )  # a block of slack for each sequence
+        need = point.batch * (longest + EngineConfig.block_size)  # A spare block for each sequence.
         if longest > max_model_len:
             left_out.append(f"{point}: the context holds {max_model_len} tokens")
         elif capacity is not None and need > capacity:
@@ -263,7 +262,7 @@ def planned(
             )
         else:
             fitting[point] = need
-    # Batches share their prompts; everything else is beside each other.
+    # Batches share their prompts, all other points are stored side by side.
     shared = max((need for point, need in fitting.items() if point.batch > 1), default=0)
     room = shared + sum(need for point, need in fitting.items() if point.batch == 1)
     return list(fitting), left_out, room if capacity is None else min(room, capacity)
@@ -272,7 +271,7 @@ def planned(
 def measure_model(
     model: str, settings: Settings, progress: Progress = lambda what, done, total: None
 ) -> ModelPoints:
-    """Load a model and measure its points; after Ctrl-C those repetitions that are complete.
+    """Load a model and measure its points; after Ctrl-C, return the complete repetitions.
 
     Raises:
         TwinphaseError: the model cannot be found, read or run.
@@ -300,7 +299,7 @@ def measure_model(
         **asdict(replace(settings.config, **sizes)),
     )
     bench = _Bench(workshop.time_forward(), workshop, settings)
-    for first in (0, 1):  # captures, and touches the memory
+    for first in (0, 1):  # This captures graphs, and touches the memory.
         bench.one_prefill(
             min(SHORT_PROMPT_TOKENS, max(settings.prompt_lengths), shape.context_length - 1), first
         )

@@ -1,4 +1,4 @@
-"""The roofline drawn as Vega-Lite. Not for measuring or judging."""
+"""Draws the roofline as a Vega-Lite chart."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from twinphase_bench.report.theme import colour, colour_scale, colours_of
 from twinphase_bench.roofline.report import rate_text
 
 Layer = dict[str, Any]
-# Slopes that are closer than this factor are drawn as one.
+# Slopes closer than this factor are drawn as one.
 MIN_SLOPE_RATIO = 1.25
 PARTS = {"linear": "linear layers", "attention": "attention"}
 
 
 @dataclass(frozen=True)
 class DrawnPart:
-    """A measured part of a point, to be drawn.
+    """A measured part of a point, for the drawing.
 
     Attributes:
         phase: "prefill" or "decode".
         part: "linear" or "attention".
-        series: points of one series are joined by a line.
-        label: what varies in the series: "n = 512", "batch 8", "context 1024".
+        series: name of the series; a line joins its points.
+        label: varying value within the series: "n = 512", "batch 8", "context 1024".
         intensity: FLOP per byte.
         rate: FLOP per second.
-        facts: more rows of the tooltip.
+        facts: additional rows of the tooltip.
     """
 
     phase: str
@@ -45,10 +45,10 @@ class DrawnPart:
 def _ranges(
     line: Roofline, marks: Sequence[DrawnPart]
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Domains of intensity and of rate that show every ridge and every mark."""
+    """Domains of intensity and rate that include every ridge and every mark."""
     ridges = [balance for _, _, balance in line.balances]
     xs = [*ridges, *(mark.intensity for mark in marks)]
-    # room for names
+    # Room for the names.
     left = min(xs, default=1.0) / 14
     right = max(xs, default=100.0) * 20
     top = max(roof.rate for roof in line.roofs)
@@ -58,7 +58,7 @@ def _ranges(
 
 
 def _distinct(slopes: Sequence[Slope]) -> list[Slope]:
-    """Slopes that differ visibly; a slope too near to another adds its name to that one."""
+    """Slopes that differ visibly; a slope too close to another one adds its name to that one."""
     found: list[Slope] = []
     for slope in slopes:
         if found and found[-1].rate < MIN_SLOPE_RATIO * slope.rate:
@@ -69,7 +69,7 @@ def _distinct(slopes: Sequence[Slope]) -> list[Slope]:
 
 
 def roofline_plot(line: Roofline, marks: Sequence[DrawnPart], caption: str) -> Plot:
-    """Roofs, slopes, balance points with the slowest memory (crosses), measured parts."""
+    """Roofs, slopes, balance points with the slowest memory (crosses), and measured parts."""
     xs, ys = _ranges(line, marks)
     x = _scaled("x", "arithmetic intensity, FLOP / byte", xs)
     axes = {"x": x, "y": _scaled("y", "GFLOP/s", (ys[0] / 1e9, ys[1] / 1e9))}
@@ -93,12 +93,12 @@ def _scaled(field: str, title: str, domain: tuple[float, float]) -> Layer:
 def _layer(
     rows: Sequence[Mapping[str, Any]], kind: str, style: Mapping[str, Any], **encoding: Any
 ) -> Layer:
-    """A layer of marks at the x and y of its rows."""
+    """A layer of marks at the x and y of `rows`."""
     return {"data": {"values": list(rows)}, "mark": {"type": kind, **style}, "encoding": encoding}
 
 
 def _roof_layers(line: Roofline, xs: tuple[float, float], ys: tuple[float, float]) -> list[Layer]:
-    """Lines and their names; rates in GFLOP/s."""
+    """Lines and their names; rates are in GFLOP/s."""
     slopes = _distinct(line.slopes)
     top = line.roofs[0].rate
     rows: list[Layer] = []
@@ -110,8 +110,8 @@ def _roof_layers(line: Roofline, xs: tuple[float, float], ys: tuple[float, float
             {"line": slope.name, "kind": "memory", "x": at, "y": at * slope.rate / 1e9}
             for at in (start, end)
         ]
-        # The fastest is named above its line, the others below theirs, the slower the lower, so
-        # that no two names meet.
+        # The fastest memory is named above its line, the others below theirs, each slower one
+        # lower, so that names do not overlap.
         above = number == 0 and len(slopes) > 1
         at = start * (end / start) ** (0.85 if above else 0.08 + 0.12 * (len(slopes) - 1 - number))
         text = f"{slope.name}: {slope.rate / 1e9:,.0f} GB/s"
@@ -146,7 +146,7 @@ def _roof_layers(line: Roofline, xs: tuple[float, float], ys: tuple[float, float
         "stroke": colour("surface"),
         "strokeWidth": 4,
         "strokeJoin": "round",
-    }  # so that no line goes through it
+    }  # No line crosses it there.
     for side, align, dx, dy in (
         ("above", "right", -8, -4),
         ("below", "left", 10, 8),
@@ -192,8 +192,8 @@ def _mark_layers(marks: Sequence[DrawnPart]) -> list[Layer]:
         ),
         _layer(rows, "point", dot, color=shade, shape=shape, tooltip=tooltip),
     ]
-    # Attention of decode has the same intensity for all batches and contexts: only contexts are
-    # named there.
+    # Attention in decode has the same intensity for all batches and contexts, so only contexts are
+    # named.
     for named, align, dx, dy in (
         (("prefill linear",), "left", 3, -10),
         (("prefill attention", "context attention"), "left", 8, 1),

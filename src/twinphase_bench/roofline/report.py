@@ -1,4 +1,4 @@
-"""Words and tables of `twinphase roofline`. Not for what the numbers mean (`findings.py`)."""
+"""The text and the tables of `twinphase roofline`; `findings.py` evaluates the numbers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HOW_APART = (
 
 
 def rate_text(rate: float | None, unit: str) -> str:
-    """A rate with its prefix: "911 GFLOP/s"; operations of int8 are counted as FLOP too."""
+    """A rate with its prefix: "911 GFLOP/s"; int8 operations count as FLOP too."""
     if rate is None:
         return UNKNOWN
     for size, prefix in PREFIXES:
@@ -55,7 +55,7 @@ def rate_text(rate: float | None, unit: str) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A fraction in percent; above 100 % with a mark."""
+    """A fraction in percent, with a mark above 100 %."""
     return UNKNOWN if value is None else f"{value:.1%}" + (" (!)" if value > 1 else "")
 
 
@@ -65,7 +65,7 @@ def _milliseconds(seconds: float) -> str:
 
 # Tables of the machine
 def ceilings_table(sweep: CeilingSweep) -> Table:
-    """Each kept ceiling, and this run's median beside it."""
+    """Each kept ceiling, and this run's median."""
     definition = "GFLOP/s (a multiply-add is two), and GB/s read from a working set of all threads"
     columns = (
         Column("ceiling", definition),
@@ -82,7 +82,7 @@ def ceilings_table(sweep: CeilingSweep) -> Table:
 
 
 def _rates(ceilings: Ceilings) -> dict[str, float]:
-    """Rates by the names they have in a table."""
+    """Rates by their names in a table."""
     peaks = {
         f"{unit}, GFLOP/s": peak for unit in UNITS if (peak := ceilings.peak(unit)) is not None
     }
@@ -90,7 +90,7 @@ def _rates(ceilings: Ceilings) -> dict[str, float]:
 
 
 def balance_table(line: Roofline) -> Table:
-    """Balance point of each unit on each memory."""
+    """The balance point of each unit on each memory."""
     definition = (
         "peak of the unit / bandwidth, FLOP per byte: work of a lower intensity is bound by this "
         "memory"
@@ -108,7 +108,7 @@ def balance_table(line: Roofline) -> Table:
 
 
 def link_table(link: LinkRates) -> Table:
-    """What ranks exchange."""
+    """A table of the communication between ranks."""
     definition = (
         f"{link.ranks} ranks gather rows in shared memory, as a step does, and each reads them "
         "whole"
@@ -140,7 +140,7 @@ def _efficiency_cells(placed: Placed) -> tuple[str, ...]:
 
 
 def point_table(found: Sequence[PointFinding], phase: str) -> Table:
-    """Whole steps of one phase: speed (median ± half the range), and where the time goes."""
+    """Whole steps of one phase: speed (median ± half the range), and the time of each part."""
     prefill = phase == "prefill"
     names = {name: short for name, short in SHORT.items() if any(name in f.parts for f in found)}
     columns = (
@@ -199,7 +199,7 @@ def part_table(found: Sequence[PointFinding], phase: str) -> Table:
 
 # Verdicts
 def verdicts(line: Roofline, found: Sequence[PointFinding], disturbance: str = "") -> list[Verdict]:
-    """The findings, most important first; a `disturbance` of the measurement decides nothing."""
+    """The findings, most important first; after a `disturbance` nothing is decided."""
     result = [
         Verdict(
             Status.VOID,
@@ -227,7 +227,7 @@ def verdicts(line: Roofline, found: Sequence[PointFinding], disturbance: str = "
 
 
 def machine_verdict(line: Roofline) -> Verdict:
-    """The balance point that matters most."""
+    """The most important balance point."""
     if not line.roofs or not line.slopes:
         return Verdict(
             Status.UNKNOWN, "The balance point is unknown.", "a peak or a bandwidth is unknown"
@@ -277,7 +277,7 @@ def _bound_verdict(one: PointFinding, wanted: str) -> Verdict:
 
 # Numbers for comparing
 def metrics(sweep: CeilingSweep, found: Sequence[PointFinding]) -> list[Metric]:
-    """Every measured quantity with its repetitions."""
+    """All measured quantities with their repetitions."""
     result: list[Metric] = []
     for name in _rates(sweep.runs[0]):
         what, _, unit = name.partition(", ")

@@ -1,7 +1,7 @@
 """`twinphase roofline`: this machine's ceilings, and a model's two phases under them.
 
-Joins measuring (`ceilings.py`, `measure.py`), meaning (`findings.py`), words (`report.py`) and
-drawings (`plots.py`).
+It combines measurements (`ceilings.py`, `measure.py`), evaluation (`findings.py`), text
+(`report.py`) and drawings (`plots.py`).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def roofline(
     ceiling_repetitions: int = 3,
     progress: Progress = lambda what, done, total: None,
 ) -> Report:
-    """Measure this machine, and a model on it; the measured ceilings are kept.
+    """Measure this machine, and a model on it; the measured ceilings are stored.
 
     Args:
-        model: as `twinphase run` takes it; None measures the machine alone.
-        settings: of the model's points.
-        ceiling_repetitions: of the ceilings.
+        model: name or path as for `twinphase run`; None measures only the machine.
+        settings: settings of the model's points.
+        ceiling_repetitions: number of measurements of the ceilings.
         progress: called before each measurement.
 
     Raises:
-        InvalidRequestError: a model, or another backend, together with ranks.
+        InvalidRequestError: a model or another backend is combined with ranks.
         TwinphaseError: the model cannot be found, read or run, or the ceilings could not be
             measured.
     """
@@ -68,8 +68,8 @@ def roofline(
         sweep = CeilingSweep(measured(), measured_ceilings(config))
         if model is not None:
             points = measure_model(model, replace(settings, config=config), progress)
-            # Bandwidth changes, so ceilings are measured before and after the model; and once more
-            # if a step beat them, before the counts are doubted.
+            # Bandwidth changes, so ceilings are measured before and after the model. They are
+            # measured once more if a step was faster, before the counts are doubted.
             for _ in range(2):
                 sweep = replace(sweep, runs=[*sweep.runs, *measured()])
                 found = [
@@ -99,7 +99,7 @@ def roofline(
 
 
 def _disturbance(others: Bystanders, ceilings: Ceilings) -> str:
-    """Why the measurement decides nothing; "" if it was undisturbed."""
+    """The reason why the measurement decides nothing; "" if it was undisturbed."""
     if others.cores is not None and others.cores >= MIN_NOTABLE_CORES:
         return f"other programs used {others.cores:.2f} cores meanwhile; repeat on a quiet machine"
     if ceilings.provisional:
@@ -108,7 +108,7 @@ def _disturbance(others: Bystanders, ceilings: Ceilings) -> str:
 
 
 def _link(config: EngineConfig, model: str | None, progress: Progress) -> LinkRates | None:
-    """What several ranks exchange; raises InvalidRequestError where that is not measured."""
+    """Measure the communication of several ranks; raises InvalidRequestError if not supported."""
     ranks = config.tensor_parallel_size
     if ranks == 1:
         return None
@@ -122,10 +122,10 @@ def _link(config: EngineConfig, model: str | None, progress: Progress) -> LinkRa
 
 
 def settings_of(given: Mapping[str, Any], engine: Mapping[str, Any]) -> Settings:
-    """Settings from the command line's options; `given` lacks those left out.
+    """Settings from the command line's options; `given` has only the given ones.
 
     Raises:
-        InvalidRequestError: a list that is not one, or a value out of range.
+        InvalidRequestError: a list is malformed, or a value is out of range.
     """
     values = {name: given[name] for name in Settings.__dataclass_fields__ if name in given}
     for name in {"prompt_lengths", "batches", "contexts"} & values.keys():
@@ -213,7 +213,7 @@ def _phase_section(found: Sequence[PointFinding], phase: str) -> Section:
 
 
 def _series(found: Sequence[PointFinding], series: str) -> list[PointFinding]:
-    """Points that vary in one thing: "prefill" in prompts, "batch", or "context"."""
+    """Points of a series: "prefill" varies the prompt, the others the "batch" or "context"."""
     if series == "prefill":
         return sorted(
             (one for one in found if one.point.phase == series), key=lambda one: one.point.tokens
@@ -230,7 +230,7 @@ def _series(found: Sequence[PointFinding], series: str) -> list[PointFinding]:
 
 
 def _marks(found: Sequence[PointFinding]) -> list[DrawnPart]:
-    """The parts to be drawn, series by series."""
+    """The parts to draw, series by series."""
     marks = []
     # Linear layers do not depend on the context.
     drawn = [("linear", "prefill"), ("linear", "batch")]

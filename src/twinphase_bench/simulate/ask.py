@@ -27,7 +27,7 @@ from twinphase_bench.simulate.options import LoadPlan, UserOptions, deployment_o
 from twinphase_bench.simulate.repair import repairs
 from twinphase_bench.simulate.report import Answer
 
-# At most this number of simulations, with this number of requests in all, are compared to find the
+# Maximum number of simulations, and of their requests together, that are compared to find the
 # typical one.
 MAX_RUNS = 7
 MAX_REQUESTS = 3000
@@ -57,7 +57,7 @@ class Question:
         return pools or cluster.get("replicas") or 1
 
     def machine(self, progress: Progress) -> Machine:
-        """Hardware of each worker; this machine is measured if it has not been yet."""
+        """The hardware of each worker; this machine is measured first if necessary."""
         given = self.given
         ranks = given["engine"].get("tensor_parallel_size", 1)
         calibration: Calibration | None = None
@@ -136,8 +136,8 @@ def simulated(
 ) -> Answer:
     """Run a load through a deployment; with `recording`, write one.
 
-    Measured step times vary, and a short load depends on which of its steps are slow. Of several
-    simulations that differ in that, the one with the median of the mean TTFT is returned.
+    Measured step times vary, and the result of a short load depends on which steps are slow. Of
+    several simulations with different seeds, the one with the median of the mean TTFT is returned.
     """
     number = plan.num_requests or len(plan.requests)
     typical = _typical_seed(deployment, plan, number, seed, progress)
@@ -159,7 +159,7 @@ def simulated(
 def _typical_seed(
     deployment: Deployment, plan: LoadPlan, number: int, seed: int, progress: Progress
 ) -> int:
-    """The seed, of a few, whose simulation has the median of the mean TTFT."""
+    """The seed, among a few, whose simulation has the median of the mean TTFT."""
     spec = deployment.fleet(seed, ledgers=False)
     runs = min(MAX_RUNS, MAX_REQUESTS // max(1, number))
     if runs < 3 or not any(worker.noise for worker in spec.workers):

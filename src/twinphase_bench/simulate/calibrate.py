@@ -1,9 +1,9 @@
-"""Measures this machine for simulations: a real server under a short load, and its step log.
+"""Measures this machine for simulations, with the step log of a real server under a short load.
 
-This takes half a minute, once per model and options; the result is kept. The load is synthetic:
-single requests of several lengths, then more and more at once, so that the log has prefill, decode
-and mixed steps of many sizes. The time outside the engine is what the client measured beyond the
-request's ledger.
+This takes half a minute, once per model and options; the result is stored. The load is synthetic:
+single requests of several lengths, then more and more concurrent ones, so that the log has prefill,
+decode and mixed steps of many sizes. The time outside the engine is the client's time minus the
+time in the request's ledger.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from twinphase_bench.targets.openai import OpenAITarget
 
 START_SECONDS = 300.0
 STOP_SECONDS = 30.0
-# A kept calibration that is younger counts as measured now.
+# A younger stored calibration counts as measured now.
 FRESH_SECONDS = 600.0
 QUIET = ("--no-page", "--speculative-config", "none")
 
@@ -64,17 +64,17 @@ STAGES = (
     Stage(16, 24, Lengths((16, 500), (16, 64))),
     Stage(2, 4, Lengths((400, 1500), (32, 96))),
 )
-# The stages are repeated: if the machine is slower for some seconds, no kind of step is measured at
-# that speed alone.
+# The stages are repeated, so that a slow period of the machine does not affect all steps of one
+# kind.
 ROUNDS = 2
 
 
 @contextlib.contextmanager
 def running_server(model: str, options: Sequence[str]) -> Iterator[str]:
-    """Run `twinphase serve` in a process of its own, which ends with the context; yields its URL.
+    """Run `twinphase serve` in its own process until the context ends; yields its URL.
 
     Raises:
-        ServerFailedError: it does not start.
+        ServerFailedError: the server does not start.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -120,14 +120,14 @@ def calibration_here(
     again: bool = False,
     replicas: int = 1,
 ) -> Calibration:
-    """The kept calibration of a model on this machine, or a new one.
+    """The stored calibration of a model on this machine, or a new one.
 
     Args:
-        model: as for `serve`.
+        model: name or path as for `serve`.
         options: engine options that change the time of a step, with `EngineConfig`'s names.
         progress: called during the measurement.
-        again: whether to measure even if there is a kept calibration.
-        replicas: engines that share this machine, all of them busy.
+        again: whether to measure even if there is a stored calibration.
+        replicas: number of busy engines that share this machine.
     """
     path = calibration_file(model, {**options, "replicas": replicas})
     if not again:
@@ -146,11 +146,11 @@ def calibrate(
 ) -> Calibration:
     """Measure this machine with a model, for about half a minute.
 
-    Of several replicas one's steps are learned from, while the others use the same memory.
+    With several replicas, the steps of one are measured while the others use the same memory.
 
     Raises:
         ServerFailedError: the server does not start.
-        InvalidRequestError: it ran too few steps.
+        InvalidRequestError: the server ran too few steps.
     """
     words = [w for name, value in options.items() for w in (f"--{name.replace('_', '-')}", value)]
     with tempfile.TemporaryDirectory() as folder:
@@ -166,7 +166,7 @@ def calibrate(
 
 
 async def send_stages(url: str, progress: Progress) -> list[LoadResult]:
-    """Send the load from which a calibration is learned."""
+    """Send the load for a calibration."""
     target = await OpenAITarget.open(url)
     try:
         sizing = await target.sizing()

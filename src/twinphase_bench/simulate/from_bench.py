@@ -1,4 +1,4 @@
-"""Step times of a machine from a result of `bench` or `roofline`, for `--calibrate`."""
+"""Reads step times of a machine from a result of `bench` or `roofline`, for `--calibrate`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from twinphase import (
 )
 from twinphase_bench.report.result import FORMAT, read_result
 
-# Names of metrics: of `bench` in seconds, of `roofline` in tokens per second.
+# Names of metrics: those of `bench` are in seconds, those of `roofline` in tokens per second.
 PREFILL = re.compile(r"prefill(_seconds)?\[n=(\d+)\](?: tok/s)?$")
 DECODE_STEP = re.compile(r"decode_step_seconds\[position=(\d+),batch=(\d+)\]$")
 DECODE_RATE = re.compile(r"decode\[batch=(\d+),context=(\d+)\] tok/s$")
-# A smaller MFU or MBU means that the result is of another machine or model.
+# A smaller MFU or MBU means that the result belongs to another machine or model.
 LEAST = 0.01
 
 
 def is_result(path: Path) -> bool:
-    """Whether a file, or the `result.json` of a folder, is of `bench` or `roofline`."""
+    """Whether a file, or a folder's `result.json`, is a result of `bench` or `roofline`."""
     path = path / "result.json" if path.is_dir() else path
     try:
         with path.open("rb") as file:
@@ -37,11 +37,11 @@ def is_result(path: Path) -> bool:
 
 
 def points_of(path: Path) -> tuple[str, list[MeasuredPoint]]:
-    """The command of a result, and the points of both phases that it measured.
+    """The command of a result, and the measured points of both phases.
 
     Raises:
-        InvalidRequestError: it has no prefill, or no decode step of one sequence.
-        ResultError: it is damaged.
+        InvalidRequestError: the result has no prefill, or no decode step of one sequence.
+        ResultError: the result is damaged.
     """
     result = read_result(path)
     points = []
@@ -70,13 +70,13 @@ def points_of(path: Path) -> tuple[str, list[MeasuredPoint]]:
 def measured_machine(path: Path, deployment: Deployment) -> Machine:
     """The deployment's machine with the step times of a result.
 
-    For this machine, prices are fitted to all points. A datasheet gets its MFU from the longest
-    prefill and its MBU from a decode step of one sequence: the time at its peaks, divided by the
+    For this machine, prices are fitted to all points. For a datasheet, MFU comes from the longest
+    prefill and MBU from a decode step of one sequence, as the time at its peaks divided by the
     measured time.
 
     Raises:
-        InvalidRequestError: the result has no phases, or they cannot be those of this machine.
-        ResultError: it is damaged.
+        InvalidRequestError: the result lacks phases, or cannot belong to this machine.
+        ResultError: the result is damaged.
     """
     source, points = points_of(path)
     machine = deployment.machine
@@ -96,7 +96,7 @@ def measured_machine(path: Path, deployment: Deployment) -> Machine:
 def _best(
     machine: Machine, deployment: Deployment, tokens: int, budget: int
 ) -> tuple[float, float]:
-    """Seconds of a prompt's prefill, and of a decode step after it, at the datasheet's peaks."""
+    """Seconds of a prompt's prefill and of the next decode step, at the datasheet's peaks."""
     peak = Machine(machine.name, None, 1.0, 1.0, machine.devices)
     engine = {"max_num_seqs": 1, "max_num_batched_tokens": max(1, budget)}
     one = Deployment(deployment.model, peak, ("both",), engine, dtype=deployment.dtype)

@@ -11,7 +11,7 @@ from twinphase.phases.statistics import percentile
 
 LEVELS = ("ttft", "itl", "tpot")
 UNITS = {"ms": 1e-3, "s": 1.0}
-# Requests at the start, which find an idle fleet, are not judged.
+# Share of the first requests that is ignored, because the fleet is idle at the start.
 WARM_UP_SHARE = 0.15
 
 
@@ -27,7 +27,7 @@ class Levels:
         """Read "ttft=500ms,itl=50ms".
 
         Raises:
-            InvalidRequestError: another form, or an unknown level.
+            InvalidRequestError: the text has another form, or a level is unknown.
         """
         bounds = {}
         for part in text.split(","):
@@ -60,12 +60,12 @@ class Levels:
 
     @property
     def gap(self) -> float | None:
-        """The bound of a decode step."""
+        """The upper bound of a decode step in seconds."""
         known = [self.bounds[name] for name in ("itl", "tpot") if name in self.bounds]
         return min(known, default=None)
 
     def bands(self, trials: Sequence[Trial], source: str) -> dict[str, Band]:
-        """The band of each level, for step times from that source."""
+        """The band of each level for step times from that source."""
         known = bands(trials, source)
         figures = {name: level_figure(name, self.percentile) for name in self.bounds}
         return {name: known[figure] for name, figure in figures.items() if figure in known}

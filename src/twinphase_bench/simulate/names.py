@@ -1,8 +1,8 @@
-"""Options of `serve` that a simulation has too. Every command imports them: keep this light."""
+"""Options of `serve` that simulations share; every command imports this file, so it is small."""
 
 from __future__ import annotations
 
-# The engine options of a simulation, with the names that `serve` has for them.
+# The engine options of a simulation, under the names in `serve`.
 ENGINE_OPTIONS = (
     "max_num_batched_tokens",
     "max_num_seqs",

@@ -1,4 +1,4 @@
-"""Makes a load and a deployment from the options of `twinphase simulate` and `plan`."""
+"""Converts the options of `twinphase simulate` and `plan` to a load and a deployment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VOCABULARY = 1 << 20
 
 @dataclass(frozen=True)
 class UserOptions:
-    """Options of users who wait for their answers; None means that an option was not given."""
+    """The options of users who wait for answers; None means that an option was not given."""
 
     users: int | None = None
     prompt_tokens: str | None = None
@@ -45,7 +45,7 @@ class UserOptions:
     turns: int | None = None
 
     def check(self, has_other: bool) -> None:
-        """Refuse options that would be ignored.
+        """Refuse options that have no effect.
 
         Raises:
             InvalidRequestError: an option has no effect; the message names it.
@@ -81,9 +81,9 @@ class LoadPlan:
     """The requests of a simulation.
 
     Attributes:
-        workload, arrivals: one line each, for the report.
+        workload, arrivals: descriptions of one line each, for the report.
         requests: requests of an open loop, or of a closed one with `concurrency` in flight.
-        users: users who send `num_requests` requests; they replace `requests`.
+        users: users who send `num_requests` requests instead of `requests`.
     """
 
     workload: str
@@ -108,7 +108,7 @@ class LoadPlan:
 
 
 def load_plan(load: LoadOptions, users: UserOptions, context: int) -> LoadPlan:
-    """The load that the options describe, for a model with a context of that many tokens.
+    """The load that the options describe, for a model with a context of `context` tokens.
 
     Raises:
         InvalidRequestError: no load is described, or a value is invalid.
@@ -178,7 +178,7 @@ def deployment_of(
     """The deployment that `serve`'s options describe.
 
     Raises:
-        InvalidRequestError: speculation without an acceptance rate, or the reverse.
+        InvalidRequestError: only one of speculation and acceptance rate is given.
     """
     options = {name: value for name, value in engine.items() if name != "speculative_config"}
     speculation = engine.get("speculative_config")

@@ -1,8 +1,8 @@
-"""`twinphase plan`: the cheapest deployment that keeps service levels at a load, by simulation.
+"""`twinphase plan`: finds the cheapest deployment that meets service levels, by simulation.
 
-Arithmetic proposes fleets for every machine and layout; the real scheduler decides, cheapest first.
-A fleet that misses a level is tried again with one more worker in the pool that was late. For a
-large fleet, a slice with the same load per worker is simulated.
+A formula proposes fleets for every machine and layout; simulations with the real scheduler decide,
+cheapest fleet first. A fleet that misses a level is tried again with one more worker in the pool
+that was late. For a large fleet, a slice with the same load per worker is simulated.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from twinphase.phases.observation import Observation
 from twinphase_bench.simulate.levels import Levels
 from twinphase_bench.simulate.repair import changes
 
-# Share of a worker's time that a proposal fills; queues need the rest.
+# Share of a worker's time that a proposal uses; queues need the rest.
 TARGET_USE = 0.75
-# The most workers of a slice, and the most requests of a simulation.
+# Maximum workers of a slice, and maximum requests of a simulation.
 SLICE_WORKERS = 4
 MAX_OUTPUT_TOKENS = 60_000
 REQUESTS = (120, 400)
 MAX_WORKERS = 4096
-# A fleet counts as better if its miss is below this share of the best miss before it. A layout is
-# given up after the following number of fleets that are not better.
+# A fleet counts as better if its miss is below this share of the best earlier miss. A layout is
+# abandoned after the following number of fleets that are not better.
 MIN_GAIN = 0.97
 MAX_STALE = 2
-# The most fleets that are simulated to find one that holds with its whole bands.
+# Maximum number of simulated fleets to find one that holds with its whole bands.
 MAX_CERTAIN = 6
-# If no fleet holds, repairs of the nearest one get this share of the search's time.
+# If no fleet holds, repairs of the best one get this share of the search's time.
 REPAIR_SHARE = 0.5
 RANKS = (1, 2, 4, 8)
 
@@ -61,7 +61,7 @@ class Demand:
     """The load of a plan: lengths, and either a rate or users.
 
     Attributes:
-        rate: requests per second; None means that the users determine it.
+        rate: requests per second; None if the users determine it.
     """
 
     prompt: Distribution
@@ -74,12 +74,12 @@ class Demand:
 
     @property
     def tokens(self) -> tuple[float, float]:
-        """Mean prompt, shared prefix included, and mean output with reasoning."""
+        """Mean prompt tokens, shared prefix included, and mean output tokens with reasoning."""
         thinking = self.reasoning.mean if self.reasoning else 0.0
         return self.prompt.mean + self.shared_prefix, self.output.mean + thinking
 
     def shape(self, seconds_per_token: float) -> LoadShape:
-        """Mean values; users send as often as their answers and pauses allow."""
+        """Mean values of the load; users' rates depend on the times of answers and pauses."""
         prompt, output = self.tokens
         rate = self.rate
         if rate is None:
@@ -93,8 +93,8 @@ class Candidate:
     """A fleet and its price per hour.
 
     Attributes:
-        worst: smallest factor by which the fleets that it enlarges missed a level.
-        stale: number of these fleets since the last improvement.
+        worst: smallest factor by which its predecessors missed a level.
+        stale: number of predecessors since the last improvement.
     """
 
     deployment: Deployment
@@ -117,14 +117,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate that was simulated.
+    """A simulated candidate.
 
     Attributes:
-        levels: simulated latencies in seconds.
-        bands: the error bands of `levels`; levels without a measured error are missing.
-        missed: levels that are missed by the simulated latencies.
-        close: levels whose bound lies inside the band, so that it is too close to say.
-        slice_of: the whole fleet is this number of times as large as the simulated one.
+        levels: simulated latencies, in seconds.
+        bands: error bands of `levels`, except levels without a measured error.
+        missed: levels that the simulated latencies miss.
+        close: levels whose bound lies inside the band, which is too close to call.
+        slice_of: size of the whole fleet divided by that of the simulated one.
     """
 
     candidate: Candidate
@@ -137,7 +137,7 @@ class Tried:
 
     @property
     def holds(self) -> str:
-        """Whether it keeps the levels: "yes", "no" or "too close"."""
+        """Whether the candidate meets the levels: "yes", "no" or "too close"."""
         if set(self.missed) - set(self.close):
             return "no"
         return "too close" if self.close else "yes"
@@ -145,7 +145,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Repair:
-    """A flag that brings a fleet nearer to the levels that it misses."""
+    """A flag that brings a fleet closer to the levels that it misses."""
 
     flag: str
     tried: Tried
@@ -153,10 +153,10 @@ class Repair:
 
 @dataclass
 class Plan:
-    """Result of a search: `tried` in order; `left` says why it ended early, or is "".
+    """The result of a search: `tried` in order; `left` is why it ended early, or "".
 
     Attributes:
-        repairs: changes of the nearest fleet if none holds, the best first.
+        repairs: changes of the best fleet if none holds, the best change first.
         observations: requests of the cheapest fleet, with their ledgers.
     """
 
@@ -169,23 +169,23 @@ class Plan:
     observations: Sequence[Observation] = ()
 
     def excess(self, one: Tried) -> float:
-        """By what factor a fleet misses a level, at worst; up to 1 it misses none."""
+        """The largest factor by which a fleet exceeds a level; up to 1 it misses none."""
         return max(one.levels[name] / bound for name, bound in self.levels.bounds.items())
 
     @property
     def nearest(self) -> Tried | None:
-        """The fleet that comes nearest to the levels."""
+        """The fleet that comes closest to the levels."""
         return min(self.tried, key=self.excess, default=None)
 
     @property
     def holding(self) -> list[Tried]:
-        """Fleets that keep all levels, the cheapest first."""
+        """Fleets that meet all levels, the cheapest first."""
         found = [one for one in self.tried if not one.missed]
         return sorted(found, key=lambda one: one.candidate.price)
 
     @property
     def certain(self) -> Tried | None:
-        """The cheapest fleet that keeps the levels with its whole bands."""
+        """The cheapest fleet that meets the levels with its whole bands."""
         return next((one for one in self.holding if not one.close), None)
 
     def cheapest(self, layout: str) -> Tried | None:
@@ -197,8 +197,8 @@ class Space:
     """The search space: machines with prices per worker and hour, and engine options.
 
     Attributes:
-        drafts: most drafts per decode, tried as well as no speculation; 0 tries none.
-        acceptance: probability that a draft is right.
+        drafts: maximum drafts per decode, tried in addition to no speculation; 0 tries none.
+        acceptance: probability that a draft is accepted.
     """
 
     model: str
@@ -213,7 +213,7 @@ class Space:
     acceptance: float = 0.0
 
     def engines(self, gap: float | None) -> Iterator[dict[str, Any]]:
-        """Engine options to choose from; `gap`, if given, becomes the scheduler's SLO."""
+        """The possible engine options; `gap`, if given, becomes the scheduler's SLO."""
         pace = {} if gap is None else {"itl_slo_ms": round(1e3 * gap, 1)}
         for kind in self.kv_types:
             for chunk in self.chunks:
@@ -227,7 +227,7 @@ class Space:
                         }
 
     def workers(self, gap: float | None, refused: list[str]) -> Iterator[tuple[Deployment, float]]:
-        """One worker of each machine, options and number of ranks that fits, and its price."""
+        """One worker per machine, options and number of ranks that fit, with its price."""
         for name, price in self.machines.items():
             fitting = 0
             for ranks in (1,) if name == "this" else self.ranks:
@@ -244,12 +244,13 @@ class Space:
                 fitting += not why
                 if why and ranks == self.ranks[-1] and not fitting:
                     refused.append(why)
-                if fitting >= 2:  # More ranks than the fewest and the next are rarely cheaper.
+                # More ranks than the minimum and the next number are rarely cheaper.
+                if fitting >= 2:
                     break
 
 
 def proposals(space: Space, demand: Demand, levels: Levels, refused: list[str]) -> list[Candidate]:
-    """The cheapest fleet by arithmetic of each machine and layout, cheapest first."""
+    """The cheapest fleet per machine and layout according to the formula, cheapest first."""
     best: dict[tuple[str, ...], Candidate] = {}
     known: list[tuple[Deployment, float, Capacity, LoadShape]] = []
     for one, price in space.workers(levels.gap, refused):
@@ -324,7 +325,7 @@ def search(
         _, _, candidate = heapq.heappop(queue)
         deployment = candidate.deployment
         key = (repr(replace(deployment, roles=("both",))), *candidate.pools)
-        # A layout that holds needs no dearer fleet, unless a runner-up is missing.
+        # A layout that holds needs no more expensive fleet, unless there is no runner-up yet.
         done = plan.cheapest(candidate.layout) is not None and len(plan.holding) > 1
         if key in seen or done:
             continue
@@ -341,7 +342,7 @@ def search(
     if plan.holding and not plan.left:
         _search_certain(plan, seed, progress, began + seconds)
     if plan.holding:
-        # Only what the report shows has ledgers, which take half of a simulation's time.
+        # Only the fleets in the report get ledgers, which take half of a simulation's time.
         best = plan.holding[0].candidate
         plan.observations = simulate(best, demand, levels, seed, ledgers=True).done.observations
     else:
@@ -350,7 +351,7 @@ def search(
 
 
 def _search_certain(plan: Plan, seed: int, progress: Progress, until: float) -> None:
-    """Enlarge the cheapest fleet whose levels are too close to say, until its bands hold them."""
+    """Enlarge the cheapest fleet with levels too close to call, until its bands hold them."""
     tried = plan.holding[0]
     for _ in range(MAX_CERTAIN):
         larger = min(
@@ -364,7 +365,7 @@ def _search_certain(plan: Plan, seed: int, progress: Progress, until: float) -> 
 
 
 def _repairs(plan: Plan, seed: int, until: float) -> list[Repair]:
-    """Changes of one flag that bring the nearest fleet nearer to its levels, simulated."""
+    """Changes of one flag that bring the best fleet closer to its levels, by simulation."""
     nearest = plan.nearest
     if nearest is None:
         return []
@@ -433,7 +434,7 @@ def requests_of(
 
 
 def _slice(pools: tuple[int, int]) -> int:
-    """Number of equal slices of a fleet, each with a few workers."""
+    """The number of equal slices of a fleet, each with a few workers."""
     workers = sum(pools)
     common = math.gcd(*pools) if pools[1] else pools[0]
     parts = [one for one in range(1, common + 1) if common % one == 0]
@@ -452,7 +453,7 @@ def _larger(tried: Tried, late: Sequence[str], levels: Levels) -> Iterator[Candi
     if stale > MAX_STALE:  # More workers do not help.
         return
     candidate = replace(candidate, worst=min(worst, candidate.worst), stale=stale)
-    # Far from a level, adding single workers would waste time.
+    # If a level is missed by far, adding single workers would waste time.
     step = 0.1 if worst < 2 else 0.25
     each = candidate.price / (prefill + decode)
     if not decode:

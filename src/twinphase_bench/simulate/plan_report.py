@@ -1,4 +1,4 @@
-"""A plan as a report: the cheapest fleet, the runner-up, what limits it, and the Pareto picture."""
+"""A plan as a report: the cheapest fleet, the runner-up, their limits, and the Pareto chart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from twinphase_bench.report.report import (
 )
 from twinphase_bench.simulate.plan import Candidate, Plan, Tried
 
-# Below this share of a limit, another is named as the nearest.
+# Below this share of the nearest limit, the next one is named too.
 NOT_FAR = 0.05
 
 
@@ -79,7 +79,7 @@ def _answer(plan: Plan) -> list[Verdict]:
 
 
 def _too_close(plan: Plan, best: Tried) -> Verdict:
-    """A verdict that the cheapest fleet may miss a level, and the cheapest one that will not."""
+    """A verdict that the cheapest fleet may miss a level, with the cheapest one that will not."""
     parts = []
     for name in best.close:
         low, high = (1e3 * end for end in best.bands[name].around(best.levels[name]))
@@ -134,7 +134,7 @@ def _with_band(one: Tried, name: str) -> str:
 
 
 def uses(plan: Plan, one: Tried) -> dict[str, float]:
-    """The used fraction of each limit of a fleet."""
+    """The used share of each limit of a fleet."""
     candidate = one.candidate
     deployment = candidate.deployment
     load = candidate.load

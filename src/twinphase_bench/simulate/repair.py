@@ -1,7 +1,7 @@
 """Finds changes that would meet a service level that a simulation missed.
 
-Each change is one flag of `serve`. No rule of thumb decides: the same load runs again with the same
-seed and the flag changed, and the result is printed.
+Each change is one flag of `serve`. For each of them, the same load is simulated again with the same
+seed, and the result is printed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_SECONDS = 90.0
 
 @dataclass(frozen=True)
 class Change:
-    """A flag as the user would write it, and the deployment with that flag."""
+    """A flag as a user would write it, and the deployment with that flag."""
 
     flag: str
     deployment: Deployment
@@ -42,7 +42,7 @@ class Tried:
 
 
 def changes(deployment: Deployment) -> Iterator[Change]:
-    """Changes to try, the cheapest first; all but the last few cost nothing."""
+    """Changes to try, the cheapest first; all except the last few are free."""
     engine = deployment.engine
 
     def with_option(name: str, value: int | str | bool, text: str = "") -> Change:
@@ -64,7 +64,8 @@ def changes(deployment: Deployment) -> Iterator[Change]:
     if engine.get("enable_prefix_caching") is False:
         yield with_option("enable_prefix_caching", True, "--enable-prefix-caching")
     if deployment.machine.name == "this":
-        # More workers on this machine would share its cores, which only a measurement shows.
+        # More workers on this machine would share its cores, and only a measurement shows the
+        # effect.
         return
     if engine.get("kv_cache_dtype", "auto") == "auto":
         yield with_option("kv_cache_dtype", "int8")
@@ -86,7 +87,7 @@ def _pools(deployment: Deployment, prefill: int, decode: int) -> Change:
 
 
 def repairs(answer: Answer, progress: Progress) -> list[Verdict]:
-    """The phase and the requests that missed a service level, and the flags that help most."""
+    """The phase and the requests that missed a level, and the flags that help most."""
     slos = answer.slos
     if not slos.bounds:
         return []
@@ -122,14 +123,14 @@ def _tried(answer: Answer, progress: Progress) -> list[Tried]:
         try:
             spec = change.deployment.fleet(answer.spec.seed, ledgers=False)
             done = run_requests(spec, **answer.plan.given)
-        except Exception:  # A change that does not fit, or is not allowed, is no repair.
+        except Exception:  # A change that does not fit, or is not allowed, is not a repair.
             continue
         found.append(Tried(change, goodput(done.observations, answer.slos, done.seconds)))
     return found
 
 
 def _who(answer: Answer, now: Goodput) -> str:
-    """The phase that missed, and how the requests that missed differ from the others."""
+    """The phase that missed, and how the late requests differ from the others."""
     slos = answer.slos
     level, count = max(now.by_level.items(), key=lambda item: item[1])
     missed = [one for one in answer.done.observations if level in slos.missed(one)]

@@ -1,4 +1,4 @@
-"""The report of a simulated load: that of `bench`, with facts that only a simulation has."""
+"""The report of a simulated load: that of `bench`, plus facts that only a simulation has."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Answer:
 
 
 def load_result(answer: Answer) -> LoadResult:
-    """The simulation in the form of a load that `bench` measured."""
+    """The simulation in the form of a load measured by `bench`."""
     deployment = answer.deployment
     config = answer.spec.workers[0].config
     plan = answer.plan
@@ -181,7 +181,7 @@ def latency_table(result: LoadResult) -> Table:
 
 
 def limit_sentence(answer: Answer) -> str:
-    """A sentence that names the phase that fills the workers, and what delays requests."""
+    """A sentence with the phase that takes most of the workers' time, and what delays requests."""
     pools = answer.done.pools
     prefill = sum(pool.prefill * pool.workers for pool in pools)
     decode = sum(pool.decode * pool.workers for pool in pools)

@@ -1,6 +1,6 @@
 """The points of a phase sweep, shortened to fit a time limit.
 
-Not for measuring (`run.py`).
+`run.py` measures them.
 """
 
 from __future__ import annotations
@@ -8,41 +8,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A shorter prefill is measured several times in a row, and their median taken.
+# A shorter prefill is measured several times in a row, and the median is used.
 MIN_PREFILL_SECONDS = 0.06
 SHORTEST_PROMPT = 10
 POWERS = tuple(2**k for k in range(5, 24))
-# The context to plan for if the target does not report its own.
+# Context to plan for if the target does not report its own.
 DEFAULT_CONTEXT_TOKENS = 2048
 QUICK_LENGTH = 1024
 DECODE_TOKENS = 24
-# The estimate of a plan may fill this share of the time limit.
+# A plan's estimate may take at most this share of the time limit.
 MAX_PLANNED_SHARE = 0.85
-# Attention grows with the prompt, and disturbed measurements are repeated.
+# The margin covers attention, which grows with the prompt, and repetitions after disturbances.
 ESTIMATE_MARGIN = 1.3
 MIN_PLANNED_TOKENS = 128
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What a user may choose of a sweep."""
+    """The user's options for a sweep."""
 
-    # Sequences at once; only those that the target can hold are measured.
+    # Concurrent sequences; only batches that the target can hold are measured.
     batches: tuple[int, ...] = (1, 2, 4, 8)
-    quick: bool = False  # a look in about a minute, not a result: fewer places, shorter prompts
-    repetitions: int | None = None  # five unless given, three if `quick`
-    max_seconds: float | None = 300.0  # limit of the sweep
-    max_length: int | None = None  # longest prompt + output; the end of the context unless given
-    seed: int = 0  # of prompts and order
+    # Take a quick look in about a minute, with fewer places and shorter prompts.
+    quick: bool = False
+    repetitions: int | None = None  # Default: five, or three if `quick`.
+    max_seconds: float | None = 300.0  # Time limit of the sweep.
+    max_length: int | None = None  # Longest prompt + output; by default the context.
+    seed: int = 0  # Random seed of prompts and order.
 
 
 @dataclass(frozen=True)
 class Place:
     """A point of the sweep."""
 
-    phase: str  # "prefill" or "decode"
-    length: int  # prompt tokens; in decode, those before the first decoded one
-    batch: int = 1  # sequences that decode together
+    phase: str  # "prefill" or "decode".
+    length: int  # Prompt tokens, or in decode the tokens before the first decoded one.
+    batch: int = 1  # Number of sequences that decode together.
 
     def __str__(self) -> str:
         if self.phase == "prefill":
@@ -52,31 +53,31 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured."""
+    """The places to measure."""
 
-    places: tuple[Place, ...]  # prefill first, from short to long
-    repetitions: int = 5  # rounds over all of them
-    decode_tokens: int = DECODE_TOKENS  # steps of one decode measurement
-    max_seconds: float | None = None  # limit of the rounds
-    seed: int = 0  # of the order
-    # Longest prompt + output to be measured; the time limit may have allowed less.
+    places: tuple[Place, ...]  # Prefill first, from short to long.
+    repetitions: int = 5  # Number of rounds over all places.
+    decode_tokens: int = DECODE_TOKENS  # Steps of one decode measurement.
+    max_seconds: float | None = None  # Time limit of the rounds.
+    seed: int = 0  # Random seed of the order.
+    # Requested longest prompt + output; the time limit may have reduced it.
     wanted_length: int = 0
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """The number of tokens of the longest prompt."""
         return max((place.length for place in self.places), default=0)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Roughly how fast a target is, to plan by: seconds per prompt token, and per decode step."""
+    """The approximate speed of a target: seconds per prompt token, and per decode step."""
 
     token: float
     step: float
 
     def estimate(self, plan: Plan) -> float:
-        """Seconds that a plan takes, roughly."""
+        """The approximate number of seconds that a plan takes."""
         decode = plan.decode_tokens * self.step
         prompts = sum(place.length * place.batch for place in plan.places) * self.token
         # A short prefill is repeated in a row.
@@ -91,8 +92,9 @@ def make_plan(context_length: int | None, options: SweepOptions, pace: Pace | No
 
     Args:
         context_length: longest prompt + output; None is unknown (`DEFAULT_CONTEXT_TOKENS`).
-        options: what was asked for.
-        pace: of the target (`calibrate`): shortens prompts until the plan fits into `max_seconds`.
+        options: given options.
+        pace: speed of the target (`calibrate`); prompts are shortened until the plan fits into
+            `max_seconds`.
     """
     quick = options.quick
     limit = options.max_seconds
@@ -112,11 +114,10 @@ def make_plan(context_length: int | None, options: SweepOptions, pace: Pace | No
 
 
 def _places(length: int, batches: Sequence[int], quick: bool) -> tuple[tuple[Place, ...], int]:
-    """Places for prompts + outputs up to a length, and the steps of a decode measurement."""
+    """Places for prompt + output up to a length, and the steps of a decode measurement."""
     tokens = min(12 if quick else DECODE_TOKENS, max(1, length // 4))
     sizes = sorted(set(batches))
-    # After the longest prompt there is room for the tokens of a batch whose prompts are prefilled
-    # one after the other.
+    # This leaves room after the longest prompt for a batch whose prompts are prefilled one by one.
     longest = max(2, length - tokens - 4)
     places = [Place("prefill", n) for n in _lengths(longest, quick)]
     powers = [n for n in POWERS if n <= longest // 2]
@@ -124,7 +125,7 @@ def _places(length: int, batches: Sequence[int], quick: bool) -> tuple[tuple[Pla
     middle = powers[-1] if powers else max(1, longest // 2)
     far = [n for n in powers[2 if quick else 0 :: 2] if n > low]
     grid = {(position, 1) for position in (low, *far, middle, longest)}
-    # Batches only after short prompts, which every repetition computes again for each sequence.
+    # Batches follow only short prompts, because every repetition prefills them for each sequence.
     near = {low, min(middle, 512), *(() if quick else (min(middle, 1024),))}
     grid |= {(position, size) for size in sizes if size > 1 for position in near}
     places += [
@@ -135,7 +136,7 @@ def _places(length: int, batches: Sequence[int], quick: bool) -> tuple[tuple[Pla
 
 
 def _lengths(longest: int, quick: bool) -> list[int]:
-    """Prompt lengths: powers of two, so that sweeps of other lengths share them, and both ends."""
+    """Prompt lengths: powers of two, which sweeps of other lengths share, and both ends."""
     powers = [n for n in (16, *POWERS) if n < 0.75 * longest][quick:]
     shortest = min(SHORTEST_PROMPT, longest)
     if len(powers) < 4:

@@ -49,7 +49,7 @@ def prefill_plots(result: PhaseSweep) -> list[Plot]:
 
 
 def decode_plots(result: PhaseSweep) -> list[Plot]:
-    """Time per step by position, and after the shortest prompts by batch."""
+    """Time per step by position, and by batch after the shortest prompts."""
     points = result.points("decode")
     if not points:
         return []
@@ -85,7 +85,7 @@ def decode_plots(result: PhaseSweep) -> list[Plot]:
 
 
 def _points_text(points: Sequence[SweepPoint]) -> str:
-    """What points and bars are, with the confidence that so few repetitions really give."""
+    """A description of points and bars, with the actual confidence of the few repetitions."""
     text = f"Points: median of {max(len(point.values) for point in points)} repetitions"
     levels = [median_interval(point.values).confidence for point in points if len(point.values) > 1]
     return f"{text}; bars: {min(levels):.0%} interval of the median." if levels else f"{text}."

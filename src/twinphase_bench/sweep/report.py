@@ -1,6 +1,6 @@
-"""What a phase sweep found, as parts of a report: tables, plots, metrics, noise and raw data.
+"""The findings of a phase sweep as report parts: tables, plots, metrics, noise and raw data.
 
-Not for verdicts (`verdicts.py`) or measuring (`run.py`).
+`verdicts.py` has the verdicts, and `run.py` measures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RATE = Column(
 
 
 def sweep_sections(result: PhaseSweep) -> list[Section]:
-    """All points of both phases, then each phase drawn."""
+    """A table of all points of both phases, then plots of each phase."""
     return [_both(result), _phase(result, "prefill"), _phase(result, "decode")]
 
 
@@ -67,7 +67,7 @@ def _both(result: PhaseSweep) -> Section:
 
 
 def _measured(point: SweepPoint) -> tuple[str, str, str]:
-    """The cells of TIME, INTERVAL and RATE."""
+    """The cells of the columns TIME, INTERVAL and RATE."""
     interval = median_interval(point.values)
     tokens = point.tokens if point.place.phase == "prefill" else point.place.batch
     span = (
@@ -92,7 +92,7 @@ def _phase(result: PhaseSweep, phase: str) -> Section:
 
 
 def sweep_metrics(result: PhaseSweep) -> list[Metric]:
-    """Every place by its planned name, so that two targets compare; one value per round."""
+    """A metric per planned place, so that targets can be compared; one value per round."""
     definitions = {
         "prefill": result.facts.prefill_definition,
         "decode": result.facts.decode_definition,
@@ -109,7 +109,7 @@ def sweep_metrics(result: PhaseSweep) -> list[Metric]:
 
 
 def sweep_noise(result: PhaseSweep) -> list[str]:
-    """How steady the machine was, and what was repeated or cut short."""
+    """How steady the machine was, and which measurements were repeated or omitted."""
     kept = result.kept()
     plan = result.plan
     spreads = [
@@ -155,7 +155,7 @@ def sweep_noise(result: PhaseSweep) -> list[str]:
 
 
 def sweep_data(result: PhaseSweep) -> dict[str, Any]:
-    """Everything raw."""
+    """All raw data."""
     return {
         "plan": result.plan,
         "seconds": result.seconds,

@@ -1,7 +1,7 @@
 """The phase sweep: prefill time by prompt length, decode time by position and batch.
 
-Rounds over all points, each in another random order, so that a machine that slows down meanwhile
-does not look like a law. Not for what it means (`verdicts.py`).
+Rounds go over all points, each in another random order, so that a machine that slows down does not
+look like an effect of length. `verdicts.py` interprets the results.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from twinphase_bench.sweep.plan import (
 )
 from twinphase_bench.targets.target import PhaseSample, Target, TargetFacts
 
-# Other programs may use this many cores before a measurement counts as disturbed.
+# A measurement counts as disturbed if other programs use more cores than this.
 QUIET_CORES = 0.1
-# A single tick of the kernel's clock proves no disturbance.
+# A single tick of the kernel's clock does not prove a disturbance.
 MIN_DISTURBED_TICKS = 2
 TICK_SECONDS = 0.01
 MAX_RETRIES = 2
-# Retrying is pointless if this share of that many measurements was disturbed.
+# Retrying stops if this share of that number of measurements was disturbed.
 BUSY_AFTER_MEASUREMENTS = 10
 BUSY_SHARE = 0.5
 MAX_PREFILLS_IN_A_ROW = 8
@@ -39,7 +39,7 @@ WARM_UP = ((40, 1), (200, 2), (200, 1))  # (prompt tokens, batch)
 
 
 class SweepError(TwinphaseError):
-    """Nothing could be measured; the message carries the target's first failure."""
+    """Nothing could be measured; the message has the target's first failure."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Visit:
     """One measurement of one place.
 
     Attributes:
-        place: which.
-        round: from 0.
-        began: seconds since the sweep began.
-        samples: what the target gave: several for a short prefill.
-        foreign_cores: cores' worth of CPU time that others used meanwhile; None is unknown.
-        disturbed: others used so much that it was measured again, or would have been.
-        kept: False for one that a less disturbed repetition replaced.
+        place: the place.
+        round: number of the round, from 0.
+        began: seconds from the start of the sweep.
+        samples: samples from the target; several for a short prefill.
+        foreign_cores: cores that other programs used during the measurement; None is unknown.
+        disturbed: whether other programs used too many cores, so that a repetition was due.
+        kept: False if a less disturbed repetition replaced it.
     """
 
     place: Place
@@ -73,7 +73,7 @@ class Visit:
 class SweepPoint:
     """A place with the seconds of each repetition.
 
-    `tokens` are by the target's count: of the prompt, or before the decoded ones (the mean).
+    `tokens` is the target's count: of the prompt, or the mean before the decoded ones.
     """
 
     place: Place
@@ -91,27 +91,27 @@ class PhaseSweep:
 
     facts: TargetFacts
     plan: Plan
-    # Replaced ones too, in the order of measurement.
+    # In the order of measurement, including replaced ones.
     visits: list[Visit] = field(default_factory=list)
-    # Why a place could not be measured.
+    # The reason why a place could not be measured.
     failures: dict[Place, str] = field(default_factory=dict)
-    # The time that the sweep took.
+    # The duration of the sweep.
     seconds: float = 0.0
-    # Why it ended before all rounds were done.
+    # The reason why it ended before all rounds were done.
     stopped: str = ""
 
     def kept(self, place: Place | None = None) -> list[Visit]:
-        """The measurements that count, of one place or of all."""
+        """The valid measurements of one place, or of all places."""
         return [one for one in self.visits if one.kept and place in (None, one.place)]
 
     @property
     def disturbed_share(self) -> float:
-        """Share of the measurements that others disturbed in spite of retries."""
+        """Share of the measurements that other programs disturbed in spite of retries."""
         kept = self.kept()
         return sum(one.disturbed for one in kept) / len(kept) if kept else 0.0
 
     def points(self, phase: str) -> list[SweepPoint]:
-        """What was measured of a phase, in the plan's order."""
+        """The measured points of a phase, in the plan's order."""
         found = []
         for place in self.plan.places:
             kept = self.kept(place)
@@ -122,7 +122,7 @@ class PhaseSweep:
 
 
 def calibrate(target: Target, progress: Progress = lambda what, done, total: None) -> Pace:
-    """Warm a target up with requests that are not measured, and see roughly how fast it is.
+    """Warm up a target with unmeasured requests, and estimate its speed.
 
     Raises:
         TwinphaseError: the target failed.
@@ -138,7 +138,7 @@ def calibrate(target: Target, progress: Progress = lambda what, done, total: Non
         try:
             step = target.decode(min(length, longest), batch, 4).seconds
         except TwinphaseError:
-            if batch == 1:  # Two at once may be too many: the sweep will say so.
+            if batch == 1:  # Two sequences at once may be too many, which the sweep will report.
                 raise
     return Pace(token, step)
 
@@ -151,18 +151,18 @@ def sweep(
     watch_others: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PhaseSweep:
-    """Measure every place of a plan, round after round; Ctrl-C ends it with what is complete.
+    """Measure every place of a plan in rounds; after Ctrl-C, return the complete rounds.
 
     Args:
-        target: idle and warm (`calibrate`).
-        plan: what to measure.
+        target: idle, warm target (`calibrate`).
+        plan: places to measure.
         progress: called before each measurement.
-        watch_others: repeat what others' use of the CPU disturbed. Not for a server, whose own work
-            would count.
-        clock: monotonic seconds.
+        watch_others: repeat measurements that other programs disturbed. Must be False for a server,
+            whose own work would count.
+        clock: returns monotonic seconds.
 
     Raises:
-        SweepError: not one place could be measured.
+        SweepError: no place could be measured.
     """
     run = _Sweep(target, plan, progress, watch_others, clock)
     try:
@@ -181,7 +181,7 @@ def sweep(
 
 @dataclass
 class _Sweep:
-    """A sweep that is running."""
+    """A running sweep."""
 
     target: Target
     plan: Plan
@@ -195,7 +195,7 @@ class _Sweep:
         self.random = random.Random(self.plan.seed)
 
     def rounds(self) -> None:
-        """Measure all places, each round in another order, until the plan or the time ends."""
+        """Measure all places in rounds of random order, until the plan or the time ends."""
         done = 0
         total = len(self.plan.places) * self.plan.repetitions
         for number in range(self.plan.repetitions):
@@ -217,9 +217,9 @@ class _Sweep:
         self.progress("done", total, total)
 
     def measure(self, place: Place, number: int) -> None:
-        """One repetition; again with fresh prompts where it was disturbed.
+        """Measure a place once; repeat with fresh prompts if it was disturbed.
 
-        Keeps the least disturbed one.
+        Only the least disturbed measurement is kept.
         """
         always_busy = (
             len(self.result.kept()) >= BUSY_AFTER_MEASUREMENTS
@@ -247,7 +247,7 @@ class _Sweep:
         self.result.visits += [replace(one, kept=one is best) for one in found]
 
     def samples(self, place: Place) -> Iterator[PhaseSample]:
-        """Ask the target: a decode once, a prefill as often as a short one needs."""
+        """Samples from the target: one decode, or as many prefills as a short one needs."""
         if place.phase == "decode":
             yield self.target.decode(place.length, place.batch, self.plan.decode_tokens)
             return

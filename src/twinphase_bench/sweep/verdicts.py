@@ -1,7 +1,7 @@
-"""What a phase sweep says of a target, in sentences with their numbers.
+"""Verdicts on a target from a phase sweep, in sentences with numbers.
 
-What bounds a phase is inferred from its behaviour: bytes and operations of another engine are
-not known.
+The bound of a phase is inferred from its behaviour, because bytes and operations of other engines
+are unknown.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from twinphase.phases.statistics import median_interval
 from twinphase_bench.report.report import Status, Verdict
 from twinphase_bench.sweep.run import PhaseSweep, SweepPoint
 
-# Long enough that reading the weights once is spread over many tokens.
+# This is long enough to spread one reading of the weights over many tokens.
 REFERENCE_PROMPT_TOKENS = 512
 # A chunk that takes as long as this many decode steps does not wait for reading the weights.
 MIN_STEPS_PER_CHUNK = 4.0
-# A batch that takes less than this share of its sequences' times waits for something they share.
+# A batch that takes less than this share of its sequences' times waits for a shared resource.
 MAX_SHARED_RATIO = 0.6
 # Smaller batches show too little.
 MIN_SHARING_BATCH = 4
 # Fewer repetitions have no meaningful spread.
 MIN_REPETITIONS = 3
-# If a larger share of the measurements was disturbed, that is the first verdict.
+# If a larger share of the measurements was disturbed, this becomes the first verdict.
 MAX_QUIET_SHARE = 0.2
 
 
 def time_text(seconds: float) -> str:
-    """Milliseconds to three digits or more."""
+    """Milliseconds with three digits or more."""
     value = seconds * 1000
     digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3
     return f"{value:,.{digits}f}"
 
 
 def rate_text(rate: float) -> str:
-    """Tokens per second to three digits or more."""
+    """Tokens per second with three digits or more."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:,.1f}" if rate >= 10 else f"{rate:,.2f}"
 
 
@@ -63,7 +63,7 @@ def _busy(result: PhaseSweep) -> Verdict | None:
 
 
 def _alone(result: PhaseSweep) -> list[SweepPoint]:
-    """Decode at batch 1, by rising position."""
+    """Decode points at batch 1, by position."""
     return sorted(
         (point for point in result.points("decode") if point.place.batch == 1),
         key=lambda point: point.tokens,
@@ -71,7 +71,7 @@ def _alone(result: PhaseSweep) -> list[SweepPoint]:
 
 
 def _reference(result: PhaseSweep) -> SweepPoint | None:
-    """The measured prefill nearest to `REFERENCE_PROMPT_TOKENS` tokens."""
+    """The measured prefill closest to `REFERENCE_PROMPT_TOKENS` tokens."""
     points = result.points("prefill")
     return min(points, key=lambda point: abs(point.tokens - REFERENCE_PROMPT_TOKENS), default=None)
 
@@ -94,7 +94,7 @@ def _rates(result: PhaseSweep) -> Verdict | None:
 
 
 def _prefill_bound(result: PhaseSweep) -> Verdict:
-    """The largest share of prefill's time that reading the weights can take."""
+    """A verdict on the share of prefill time that reading the weights can take."""
     prompt = _reference(result)
     alone = _alone(result)
     claim = "Prefill does not wait for reading the weights."
@@ -130,7 +130,7 @@ def _prefill_bound(result: PhaseSweep) -> Verdict:
 
 
 def _chunks(result: PhaseSweep, num_tokens: float) -> int | None:
-    """In how many chunks the target reads a prompt; None where it does not say."""
+    """Number of chunks that the target divides a prompt into; None if it does not report it."""
     limit = result.facts.details.get("max_num_batched_tokens", "")
     if limit.isdigit() and int(limit):
         return math.ceil(num_tokens / int(limit))
@@ -172,7 +172,7 @@ def _doubt(low: float, high: float) -> str:
 
 
 def _ratio(one: SweepPoint, other: SweepPoint) -> tuple[float, float]:
-    """Bounds of one / other by the intervals of their medians; (0, inf) if too few values."""
+    """Bounds of one / other from the intervals of their medians; (0, inf) with too few values."""
     if min(len(one.values), len(other.values)) < MIN_REPETITIONS:
         return 0.0, math.inf
     top = median_interval(one.values)

@@ -1,6 +1,6 @@
-"""Our engine in this process, driven step by step, without text or network.
+"""A target that drives this project's engine step by step in this process.
 
-Not for load (`engine_load.py`), nor for experiments (`stepped.py`).
+There is no text and no network. `engine_load.py` is for loads.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ DECODE = (
 def engine_facts(
     workshop: Workshop, name: str, prefill: str, decode: str, caching: str
 ) -> TargetFacts:
-    """Facts of a model loaded here.
+    """Facts of a model that was loaded here.
 
     Args:
-        workshop: the model.
-        name: of the target.
-        prefill: what a prefill time includes.
-        decode: what a decode time includes.
-        caching: name of the detail that says whether prefixes are cached.
+        workshop: the loaded model.
+        name: name of the target.
+        prefill: definition of a prefill time.
+        decode: definition of a decode time.
+        caching: name of the detail that states whether prefixes are cached.
     """
     config = workshop.config
     return TargetFacts(
@@ -68,7 +68,7 @@ class EngineTarget:
     """A model loaded by twinphase.
 
     Attributes:
-        facts: what a reader must know.
+        facts: facts for the report.
         stepped: the engine, driven step by step.
     """
 
@@ -80,7 +80,7 @@ class EngineTarget:
         compile_progress: Callable[[float, int, str], None] | None = None,
         **config: Any,
     ) -> None:
-        """Load a model; arguments and errors as for `LLM`, the prefix cache off by default."""
+        """Load a model; arguments and errors as for `LLM`, with the prefix cache off by default."""
         self.workshop = Workshop(
             model, compile_progress=compile_progress, **{"enable_prefix_caching": False, **config}
         )
@@ -101,13 +101,13 @@ class EngineTarget:
     def decode(self, position: int, batch: int, num_tokens: int) -> PhaseSample:
         """Time `num_tokens` steps of `batch` sequences.
 
-        While later prompts are computed the earlier ones decode already: the mean position counts
-        that.
+        Earlier sequences decode already while later prompts are computed, so the mean position
+        includes these tokens.
 
         Raises:
             CacheCapacityError: the engine cannot hold `batch` sequences of that length at once.
         """
-        # The first sequences decode already while the chunks of the others' prompts are computed.
+        # The first sequences decode already while the other prompts' chunks are computed.
         chunks = -(-position // max(1, self.workshop.config.max_num_batched_tokens - batch)) + 1
         room = num_tokens + 1 + (batch - 1) * chunks
         self._check_room(position + room, batch)

@@ -1,6 +1,6 @@
-"""Our engine in this process as a target for load: no HTTP, no text, token ids in and out.
+"""A target for loads that runs this project's engine in this process, with token ids.
 
-Not for one phase at a time (`engine.py`).
+There is no HTTP and no text. `engine.py` measures one phase at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EngineLoadTarget(LoadTarget):
     lead = 0.003
 
     def __init__(self, model: str, **config: Any) -> None:
-        """Load a model; arguments and errors are those of `LLM`. Needs no event loop yet."""
+        """Load a model; arguments and errors are those of `LLM`. No event loop is needed yet."""
         workshop = Workshop(model, **config)
         self._engine = workshop.start()
         self._vocab_size = workshop.blueprint.vocab_size
@@ -42,7 +42,7 @@ class EngineLoadTarget(LoadTarget):
         self.facts = engine_facts(workshop, model, PREFILL, DECODE, "prefix caching")
 
     async def sizing(self) -> Sizing:
-        """Prompts are token ids: their lengths are exact. Given texts become ids of this model."""
+        """Prompts are token ids of exact lengths; given texts are encoded with this model."""
         return Sizing(vocab_size=self._vocab_size, encode=self._engine.text.tokenizer.encode)
 
     async def send(
@@ -70,7 +70,7 @@ class EngineLoadTarget(LoadTarget):
         except TwinphaseError as error:
             seen.error = f"{type(error).__name__}: {error.cause}"
             seen.status = error.http_status
-        except Exception as error:  # This request failed; the load continues.
+        except Exception as error:  # This request failed, and the load continues.
             seen.error = f"exception: {type(error).__name__}: {error}"
             seen.status = 500
         seen.ended = time.perf_counter()
@@ -82,7 +82,7 @@ class EngineLoadTarget(LoadTarget):
 
 
 def _take(seen: Observation, output: RequestOutput) -> None:
-    """What the engine counted, and its claims in the form of our server's `timings`."""
+    """Copy the engine's counts, and its claims in the form of the server's `timings`."""
     (completion,) = output.outputs
     timeline = output.metrics
     seen.finished = seen.token_times[-1] if seen.token_times else None

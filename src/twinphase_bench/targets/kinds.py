@@ -1,7 +1,7 @@
-"""The kinds of targets of `twinphase bench`, and how each is opened.
+"""The kinds of targets of `twinphase bench`, and how to open them.
 
-A new one is a file in this folder and a line in `KINDS`. Each imports its engine only when it is
-opened.
+A new kind needs a file in this folder and a line in `KINDS`. Each file imports its engine only when
+it is opened.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ CompileProgress = Callable[[float, int, str], None]
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """What was given on the command line beside the target; None or empty: not given.
+    """Options of the target on the command line; None or empty means that an option was not given.
 
     Attributes:
         engine: fields of `EngineConfig`, for a model.
-        api_key, model, endpoint, timeout: for a server; the last is the most seconds that a reply
-            may take.
-        seed: of the prompts.
+        api_key, model, endpoint, timeout: options of a server; `timeout` is the maximum seconds of
+            a reply.
+        seed: random seed of the prompts.
     """
 
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -46,10 +46,10 @@ class TargetOptions:
 
     @property
     def server(self) -> dict[str, Any]:
-        """Arguments of `OpenAITarget.open`. An endpoint may be a path, as in vLLM's bench.
+        """Arguments of `OpenAITarget.open`; an endpoint may be a path, as in vLLM's bench.
 
         Raises:
-            InvalidRequestError: the endpoint is not one.
+            InvalidRequestError: the endpoint is not valid.
         """
         word = (self.endpoint or "auto").strip("/").removeprefix("v1/")
         if word not in ENDPOINTS:
@@ -61,10 +61,10 @@ class TargetOptions:
         return found if self.timeout is None else {**found, "timeout": self.timeout}
 
     def check(self, text: str, kind: str) -> None:
-        """Refuse what a target has no use for.
+        """Refuse options that have no effect for a target.
 
         Raises:
-            InvalidRequestError: naming the option.
+            InvalidRequestError: an option has no effect; the message names it.
         """
         for name in self._given():
             if name not in KINDS[kind].options and not (
@@ -92,10 +92,10 @@ class Kind:
     """A kind of target.
 
     Attributes:
-        form: how it is written on the command line.
-        prefixes: what its text begins with; a model has none.
-        options: names that it takes; "engine" stands for all fields of `EngineConfig`.
-        open: loads it or connects to it.
+        form: form on the command line.
+        prefixes: prefixes of its text; a model has none.
+        options: names of its options; "engine" stands for all fields of `EngineConfig`.
+        open: loads the model, or connects to the server.
     """
 
     form: str
@@ -152,10 +152,10 @@ FORMS = f"Give one of: {', '.join(kind.form for kind in KINDS.values())}."
 
 
 def kind_of(text: str, is_model: Callable[[str], bool]) -> str:
-    """The name in `KINDS` of what a text on the command line names; `is_model` knows our models.
+    """The name in `KINDS` for a text on the command line; `is_model` recognizes model names.
 
     Raises:
-        InvalidRequestError: it names nothing that can be measured.
+        InvalidRequestError: the text does not name a target.
     """
     for name, kind in KINDS.items():
         if text in kind.prefixes:
@@ -172,11 +172,11 @@ def kind_of(text: str, is_model: Callable[[str], bool]) -> str:
 def open_target(
     text: str, kind: str, options: TargetOptions, compile_progress: CompileProgress | None = None
 ) -> Target:
-    """Load or connect; slow. `compile_progress` is as for `LLM`, for a model.
+    """Load a model or connect to a server, which may be slow; `compile_progress` is as for `LLM`.
 
     Raises:
-        InvalidRequestError: an option that this kind has no use for.
-        TwinphaseError: it cannot be loaded or reached, or a package is missing.
+        InvalidRequestError: an option has no effect for this kind.
+        TwinphaseError: the target cannot be loaded or reached, or a package is missing.
     """
     options.check(text, kind)
     target = KINDS[kind].open(text, options, compile_progress)
@@ -185,9 +185,9 @@ def open_target(
 
 
 def open_load_target(text: str, kind: str, options: TargetOptions, swept: Any = None) -> Any:
-    """A target for many requests at once: our engine, or a server (that of the sweep).
+    """A target for loads: this project's engine, or the server that was swept.
 
-    Our engine is loaded again, because a sweep switches the prefix cache off and a load does not.
+    The engine is loaded again, because a sweep disables the prefix cache and a load does not.
 
     Raises:
         TwinphaseError: as for `open_target`.
@@ -210,5 +210,5 @@ def open_load_target(text: str, kind: str, options: TargetOptions, swept: Any = 
 
 
 def _shown(facts: TargetFacts) -> TargetFacts:
-    """Facts that may be shown around: no secrets of a URL, no home folder."""
+    """The facts without secrets in URLs and without the home folder."""
     return replace(facts, name=public(facts.name), model=public(facts.model))

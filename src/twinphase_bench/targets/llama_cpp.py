@@ -1,7 +1,7 @@
 """llama.cpp in this process, through llama-cpp-python's low-level binding.
 
-The low-level calls leave out the Python sampling of its high-level class: the figures are those of
-llama.cpp itself. Batches are as wide as asked for, each sequence with a KV stream of its own.
+The low-level calls avoid the Python sampling of its high-level class, so that the figures are those
+of llama.cpp itself. Each sequence of a batch has its own KV stream.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PREFILL = (
     "of them."
 )
 DECODE = "llama_decode of one token for each sequence, and argmax of each one's logits."
-# Contexts are made for lengths rounded up, so that neighbouring places share one.
+# Lengths of contexts are rounded up to this, so that neighbouring places share one.
 CONTEXT_STEP_TOKENS = 256
-# The default of llama.cpp.
+# This is llama.cpp's default.
 UBATCH_TOKENS = 512
 
 
 class LlamaCpp:
-    """A GGUF file loaded by llama.cpp, with a context per batch size, made on first use."""
+    """A GGUF file loaded by llama.cpp, with a context per batch size, created on first use."""
 
     def __init__(
         self, path: str, *, threads: int | None = None, flash_attention: bool = True
@@ -44,8 +44,8 @@ class LlamaCpp:
 
         Raises:
             MissingExtraError: llama-cpp-python is not installed.
-            ModelNotFoundError: no such file.
-            UnsupportedModelError: llama.cpp cannot load it.
+            ModelNotFoundError: there is no such file.
+            UnsupportedModelError: llama.cpp cannot load the file.
         """
         file = Path(path).expanduser()
         if not file.is_file():
@@ -53,7 +53,7 @@ class LlamaCpp:
         self._lib = lib = require("llama_cpp", "llama-cpp-python")
         self._silence = lib.llama_log_callback(
             lambda level, text, data: None
-        )  # must live as long as it is set
+        )  # It must exist as long as it is set.
         lib.llama_log_set(self._silence, ctypes.c_void_p(0))
         lib.llama_backend_init()
         self._model = lib.llama_model_load_from_file(
@@ -69,7 +69,7 @@ class LlamaCpp:
         self._trained = int(lib.llama_model_n_ctx_train(self._model))
         self._contexts: dict[
             int, tuple[int, Any]
-        ] = {}  # by sequences: tokens of each, and the context
+        ] = {}  # By number of sequences: tokens per sequence, and the context.
         description = ctypes.create_string_buffer(128)
         lib.llama_model_desc(self._model, description, len(description))
         self.facts = TargetFacts(
@@ -89,11 +89,12 @@ class LlamaCpp:
         )
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> Generated:
-        """Whole prompts, as many per call as fill an internal batch, then one token of each."""
+        """Prefill whole prompts, as many per call as fill an internal batch, then decode."""
         batch = len(prompts)
         length = len(prompts[0])
         context = self._context(batch, length + num_tokens)
-        group = max(1, UBATCH_TOKENS // length)  # a tenth faster than all prompts in one call
+        # This is a tenth faster than all prompts in one call.
+        group = max(1, UBATCH_TOKENS // length)
         buffer = self._lib.llama_batch_init(max(group * length, batch), 0, 1)
         try:
             last: list[int] = []
@@ -109,7 +110,7 @@ class LlamaCpp:
         return Generated(began, step_ends, last)
 
     def close(self) -> None:
-        """Free contexts and model."""
+        """Free the contexts and the model."""
         for _, context in self._contexts.values():
             self._lib.llama_free(context)
         self._contexts.clear()
@@ -128,7 +129,8 @@ class LlamaCpp:
         if size < length:
             if context:
                 lib.llama_free(context)
-            # A single sequence gets the whole context at once: its lengths come in random order.
+            # A single sequence gets the whole context at once, because its lengths come in random
+            # order.
             size = (
                 self._trained
                 if batch == 1
@@ -149,7 +151,7 @@ class LlamaCpp:
         params.n_threads = params.n_threads_batch = self._threads
         params.flash_attn_type = int(self._flash_attention)
         params.kv_unified = (
-            False  # a unified cache makes every token scan the others' keys under a mask
+            False  # In a unified cache, every token would scan the others' keys under a mask.
         )
         context = lib.llama_init_from_model(self._model, params)
         if not context:
@@ -160,7 +162,7 @@ class LlamaCpp:
         try:
             self._decode(
                 context, buffer, [[1]] * batch, 0
-            )  # touches its memory before a clock starts
+            )  # This touches the context's memory before the clock starts.
         finally:
             lib.llama_batch_free(buffer)
         return context
@@ -168,7 +170,7 @@ class LlamaCpp:
     def _decode(
         self, context: Any, buffer: Any, pieces: list[list[int]], position: int, first: int = 0
     ) -> list[int]:
-        """One call for all pieces, at `position` of the sequences from `first`; the next tokens."""
+        """Decode all pieces in one call, at `position` of sequences from `first`; new tokens."""
         rows = _fill(buffer, pieces, position, first)
         status = self._lib.llama_decode(context, buffer)
         if status:
@@ -185,7 +187,7 @@ class LlamaCpp:
 
 
 def _fill(buffer: Any, pieces: list[list[int]], position: int, first: int) -> list[int]:
-    """Fill the buffer with one piece per sequence; returns the rows that get logits."""
+    """Fill the buffer with one piece per sequence; return the rows with logits."""
     row = 0
     rows = []
     for sequence, piece in enumerate(pieces, first):

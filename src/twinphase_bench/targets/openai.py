@@ -1,8 +1,8 @@
-"""Any server that speaks OpenAI's protocol, at a URL: a target for load.
+"""A target for loads: any server at a URL that speaks OpenAI's protocol.
 
-Tokens are the server's count (`usage`). Prompts are text, which every such server takes; token ids
-are sent where they were given and the server is known to take them. Not for what a server claims of
-its own time (`server_times.py`).
+Token counts are the server's (`usage`). Prompts are text, which every such server accepts; given
+token ids are sent as ids if the server is known to accept them. `server_times.py` has the server's
+own latencies.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from twinphase_bench.load.workload import WORDS, Sizing, TextMaker
 from twinphase_bench.targets.servers import WITH_EXTENSIONS, Server, detect
 from twinphase_bench.targets.target import LoadTarget, Prompt, TargetFacts
 
-# A connection is opened before its request is due; earlier if the server is far away.
+# A connection is opened this long before its request is due, or earlier if the server is far away.
 MIN_LEAD_SECONDS = 0.1
 LEAD_PER_CONNECT_TIME = 4.0
 ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 GET_SECONDS = 30.0
-# A shorter API key is not looked for in messages: it would match ordinary text.
+# A shorter API key is not removed from messages, because it would match ordinary text.
 MIN_SECRET_CHARACTERS = 4
 # Enough words for a stable average of tokens per word.
 PROBE_WORDS = 240
@@ -48,18 +48,19 @@ DECODE = (
 
 
 class TargetFailedError(TwinphaseError):
-    """The target refuses what a measurement needs, or does not answer."""
+    """The target refuses a request that the measurement needs, or does not answer."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How requests are put to this server.
+    """The form of requests to this server.
 
     Attributes:
         endpoint: "completions" or "chat".
-        ignore_eos: ask to continue after the end of text, for outputs of the length asked for.
-        include_usage: ask for the token counts in the stream.
-        limit: the field that bounds the output.
+        ignore_eos: whether to request outputs of exact length, which continue after the end of
+            text.
+        include_usage: whether to request token counts in the stream.
+        limit: name of the field that limits the output.
     """
 
     endpoint: str
@@ -69,20 +70,20 @@ class Dialect:
 
 
 class OpenAITarget(LoadTarget):
-    """A server at a URL; made by `OpenAITarget.open`.
+    """A server at a URL; `OpenAITarget.open` makes it.
 
     Attributes:
-        facts: what a reader must know.
-        server: which one it is.
-        dialect: how it is asked.
-        notes: what had to be done without, for the report.
-        lead: seconds before its intended moment at which `send` and `start` are to be called.
+        facts: facts for the report.
+        server: the detected server.
+        dialect: form of the requests.
+        notes: missing features of the server, for the report.
+        lead: seconds before a request is due at which `send` or `start` must be called.
     """
 
     def __init__(
         self, address: Address, model: str, *, api_key: str = "", timeout: float = 600.0
     ) -> None:
-        """Connects to nothing yet; `address` is resolved, its path without "/v1"."""
+        """`address` is resolved, with a path without "/v1"; this does not connect yet."""
         self.address = address
         self.model = model
         self.timeout = timeout
@@ -114,18 +115,18 @@ class OpenAITarget(LoadTarget):
         endpoint: str = "auto",
         timeout: float = 600.0,
     ) -> OpenAITarget:
-        """Find the server, its model, and how it wants to be asked.
+        """Detect the server, its model, and the form of its requests.
 
         Args:
             url: `http://host:port`, or that with the API's path, `.../v1`.
-            model: its name there; the first that the server lists if None.
+            model: name of the model; if None, the first one that the server lists.
             api_key: OPENAI_API_KEY of the environment if None.
             endpoint: "completions", "chat", or "auto": the first of these that answers.
             timeout: seconds that a reply may take.
 
         Raises:
-            ServerUnreachableError: nothing answers there.
-            InvalidRequestError: the URL, the key or the endpoint is not right.
+            ServerUnreachableError: no server answers at the URL.
+            InvalidRequestError: the URL, the key or the endpoint is not valid.
             TargetFailedError: the server cannot be measured.
         """
         if endpoint not in ("auto", *ROUTES):
@@ -149,14 +150,14 @@ class OpenAITarget(LoadTarget):
     async def ask(
         self, route: str, body: Mapping[str, Any] | None = None, intended: float = SEND_NOW
     ) -> Reply:
-        """GET a route, such as "/v1/models"; POST where there is a body."""
+        """GET a route, such as "/v1/models", or POST if there is a body."""
         data = b"" if body is None else msgspec.json.encode(body)
         method, timeout = ("POST", self.timeout) if data else ("GET", GET_SECONDS)
         head = self.address.head(method, f"{self.address.path}{route}", self._headers, len(data))
         return await exchange(self.address, head + data, intended=intended, timeout=timeout)
 
     async def start(self, prompt: Prompt, max_tokens: int, intended: float = SEND_NOW) -> Reply:
-        """Send a request when it is due and keep the unread reply, because reading takes time."""
+        """Send a request when it is due; return the unparsed reply, because parsing takes time."""
         reply = await self.ask(
             ROUTES[self.dialect.endpoint], self.body(prompt, max_tokens), intended
         )
@@ -171,13 +172,13 @@ class OpenAITarget(LoadTarget):
         if seen.num_output_tokens is None and seen.finish_reason == "length" and reply.asked_tokens:
             seen.num_output_tokens = (
                 reply.asked_tokens
-            )  # the server says that it gave as many as it was asked for
+            )  # The server states that it generated as many tokens as requested.
         return seen
 
     async def send(
         self, prompt: Prompt, max_tokens: int, intended: float = SEND_NOW
     ) -> Observation:
-        """Send a request when it is due, and take and read its whole answer."""
+        """Send a request when it is due, and receive and parse its whole answer."""
         return self.read(await self.start(prompt, max_tokens, intended))
 
     def body(
@@ -203,7 +204,7 @@ class OpenAITarget(LoadTarget):
         return body
 
     async def sizing(self) -> Sizing:
-        """How many tokens this server makes of our words, by its own count of three prompts."""
+        """Measure the server's tokens per word, by its own count of three prompts."""
         if self._sizing is None:
             word = WORDS[0]
             many_words = TextMaker(0x512E).words(PROBE_WORDS, 0)
@@ -218,7 +219,8 @@ class OpenAITarget(LoadTarget):
                 self._sizing = Sizing(1.0, 0.0, counted=False)
             else:
                 one, two, many = (count or 0 for count in counts)
-                overhead = max(0, 2 * one - two)  # what the second word added, the first added too
+                # The second word added this number of tokens, and so did the first.
+                overhead = max(0, 2 * one - two)
                 if many <= overhead:
                     raise TargetFailedError(
                         f"{self.facts.name} counts {many} tokens for {PROBE_WORDS} words."
@@ -227,7 +229,7 @@ class OpenAITarget(LoadTarget):
         return self._sizing
 
     async def _count_prompt(self, prompt: Prompt) -> int | None:
-        """Tokens of a prompt by the server's count, which some give only without streaming."""
+        """Tokens of a prompt by the server's count, which some report only without streaming."""
         seen = await self.send(prompt, 1)
         if seen.error and not seen.error.startswith("no output"):
             raise TargetFailedError(f"{self.facts.name} failed on a short prompt: {seen.error}")
@@ -291,7 +293,7 @@ class OpenAITarget(LoadTarget):
                     self.dialect = dialect
                     return
                 refusals.append(f"{name}: {self.read(reply).error}")
-                if reply.status not in (400, 422):  # not a field that it does not know
+                if reply.status not in (400, 422):  # The error is not about an unknown field.
                     break
         raise TargetFailedError(
             f"{self.address.url} does not answer a request of two tokens. "

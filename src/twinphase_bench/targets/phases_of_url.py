@@ -1,6 +1,6 @@
-"""Both phases of a server at a URL, measured apart by what its client sends and receives.
+"""Measures both phases of a server at a URL separately, from the client's side.
 
-What a server itself calls prefill or decode does not matter. Not for load.
+The server's own definitions of prefill and decode do not matter. `openai.py` is for loads.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ TRIES = 3
 # If the first token of a lone request is stamped later than this share of its TTFT (or 2 ms), the
 # measurement is repeated.
 MAX_LATE_PER_TTFT = 0.05
-# The sweep is void if a larger share of the measurements stayed late when repeated.
+# The sweep is void if a larger share of the measurements was late again after the repetition.
 MAX_LATE_SHARE = 0.05
 MIN_GAPS_PER_SEQUENCE = 4
-# An early request gets about this many tokens while one more prompt is computed.
+# An early request gets about this many tokens while one more prompt is prefilled.
 OUTPUT_TOKENS_PER_PREFILL = 4
 
 
 class PhasesOfUrl:
-    """A server whose phases can be measured apart.
+    """A server whose phases can be measured separately.
 
     Attributes:
-        facts: what a reader must know.
+        facts: facts for the report.
         target: the server as a target for load.
-        observations: every request that was measured, as the client saw it.
-        num_measured: measurements so far.
-        late: what was wrong with the client in the measurements that stayed bad when repeated.
+        observations: all measured requests, as the client saw them.
+        num_measured: number of measurements so far.
+        late: the client's faults in measurements that were late again after the repetition.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PhasesOfUrl:
         seed: int = 0,
         timeout: float = 600.0,
     ) -> None:
-        """Find the server and its tokens per word; arguments and errors as `OpenAITarget.open`."""
+        """Detect the server and its tokens per word; arguments, errors as `OpenAITarget.open`."""
         self.target = run(
             OpenAITarget.open(url, model=model, api_key=api_key, endpoint=endpoint, timeout=timeout)
         )
@@ -74,7 +74,7 @@ class PhasesOfUrl:
         """Time a lone request for one token."""
         for _ in range(
             TRIES
-        ):  # a first token may be half a character, or the end of text: no output then
+        ):  # A first token that is half a character, or the end of text, is no output yet.
             [seen] = self._ask(1, num_tokens, 1)
             if not seen.error.startswith("no output"):
                 break
@@ -84,7 +84,7 @@ class PhasesOfUrl:
         return PhaseSample(computed, (seen.token_times[0] - seen.sent,))
 
     def decode(self, position: int, batch: int, num_tokens: int) -> PhaseSample:
-        """Time requests while all of them decode; repeats too short ones with longer outputs."""
+        """Time requests while all of them decode; repeat with longer outputs if necessary."""
         extra = OUTPUT_TOKENS_PER_PREFILL * (batch - 1)
         for _ in range(TRIES):
             seen = self.together(batch, position, num_tokens + 1 + extra)
@@ -102,7 +102,7 @@ class PhasesOfUrl:
                 f"The time of a decode step is unknown: {counts}. When each token came is unknown.",
                 "Check that the server sends each token by itself, and counts them (usage).",
             )
-        if not any(gaps):  # none, or all read at one moment
+        if not any(gaps):  # There are no gaps, or all pieces were read at the same moment.
             raise TargetFailedError(
                 f"The server did not decode {batch} requests of {position:,} tokens at once: no "
                 "two tokens of each came apart while all were being answered.",
@@ -114,17 +114,17 @@ class PhasesOfUrl:
         return PhaseSample(statistics.mean(prompts) + before, tuple(gaps), batch)
 
     def together(self, count: int, num_tokens: int, max_tokens: int) -> list[Observation]:
-        """Send that number of requests at once, each with a prompt of about `num_tokens` tokens.
+        """Send `count` requests at once, each with a prompt of about `num_tokens` tokens.
 
         Raises:
-            TargetFailedError: one of them failed.
+            TargetFailedError: a request failed.
         """
         seen = self._ask(count, num_tokens, max_tokens)
         self._refuse_failed(seen)
         return seen
 
     def forget(self) -> None:
-        """Count requests from here on."""
+        """Restart the count of requests."""
         self.observations.clear()
         self.num_measured = 0
         self.late = []
@@ -133,7 +133,7 @@ class PhasesOfUrl:
         """Do nothing: each request has its own connection."""
 
     def client_fault(self) -> str:
-        """Why the sweep is void: the client was late in too many measurements. "" if it is not."""
+        """Why the sweep is void, because the client was late too often; "" if it is not."""
         if len(self.late) <= MAX_LATE_SHARE * self.num_measured:
             return ""
         return (
@@ -142,7 +142,7 @@ class PhasesOfUrl:
         )
 
     def _ask(self, count: int, num_tokens: int, max_tokens: int) -> list[Observation]:
-        """Requests at once; repeated, and at last noted, where the client itself was late."""
+        """Send requests at once; repeat, and finally note it, if the client itself was late."""
         self.num_measured += 1
         for _ in range(TRIES):
             requests = tuple(
@@ -150,7 +150,7 @@ class PhasesOfUrl:
             )
             found = run(run_load(self.target, Workload(requests), Closed(count)))
             ttft = min(found.ttft, default=0.0)
-            # Half a gap is allowed; a lone first token has none.
+            # Half a gap is allowed; a lone first token has no gap.
             gap = statistics.median(found.itl) if found.itl else 2 * MAX_LATE_PER_TTFT * ttft
             self.observations += found.observations
             faults = found.client.faults(ttft, gap)
@@ -168,9 +168,9 @@ class PhasesOfUrl:
 def window_gaps(seen: list[Observation]) -> tuple[list[float] | None, float]:
     """Seconds per token while all sequences decode, and the mean output position.
 
-    A gap counts if both of its ends lie between the last first piece and the first last piece.
-    Where pieces are not tokens, a lone sequence has its mean; of several it is unknown whose tokens
-    came in the window: None.
+    A gap counts if both of its ends lie between the last first piece and the first last piece. If
+    pieces are not tokens, a lone sequence has its mean; with several sequences the result is None,
+    because the tokens within the window are unknown.
     """
     if any(one.num_output_tokens != len(one.token_times) for one in seen):
         first = seen[0]

@@ -1,7 +1,6 @@
-"""A server's own latencies beside those of its client: definitions and differences.
+"""A server's own latencies compared to its client's: definitions and differences.
 
-A claim comes with the replies to the requests that were measured. Where a server says nothing,
-nothing is made up.
+A claim is part of the replies to the measured requests. Missing claims are not estimated.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ DIFFERENCE = "median over the requests of ours - theirs"
 
 
 class Source(NamedTuple):
-    """A name by which servers tell a figure, and what they mean by it."""
+    """A server's name for a figure, and its definition."""
 
     name: str
     figure: str
     definition: str
 
 
-# Read from the projects' sources and documentation, October 2025. In replies: fields of
-# milliseconds.
+# These are fields of replies in milliseconds, according to the projects' sources and documentation
+# of October 2025.
 TWINPHASE = (
     Source(
         "ttft_ms", "TTFT", "first token handed to the socket - arrival, queue and tokenizing in it"
@@ -63,21 +62,21 @@ VLLM = (
     Source("mean_itl_ms", "TPOT", "mean gap between generated tokens"),
     Source("generation_time_ms", "decode time", "last token generated - first token generated"),
 )
-# By the claim in a reply; of two with one name, that counts whose first field is there.
+# Sources by the claim in a reply; of two with the same name, the one whose first field is present.
 IN_REPLIES = (("timings", TWINPHASE), ("timings", LLAMA_CPP), ("metrics", VLLM))
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One figure of a server beside ours, seconds.
+    """One figure of a server and ours, in seconds.
 
     Attributes:
         figure: "TTFT", "TPOT", ...
-        ours, theirs: the median over the requests; ours is None where a client cannot see it.
-        difference: the median over the requests of ours - theirs.
-        number: of requests that have the claim.
-        definition: their formula.
-        source: their field.
+        ours, theirs: medians over the requests; `ours` is None if a client cannot measure it.
+        difference: median over the requests of ours - theirs.
+        number: number of requests with the claim.
+        definition: the server's formula.
+        source: the server's field.
     """
 
     figure: str
@@ -90,7 +89,7 @@ class Claim:
 
 
 def claims_of(result: LoadResult) -> list[Claim]:
-    """All claims of the server about this load."""
+    """All of the server's claims about this load."""
     found = []
     done = set()
     for key, sources in IN_REPLIES:
@@ -125,7 +124,7 @@ def claims_of(result: LoadResult) -> list[Claim]:
 
 
 def claims_section(result: LoadResult) -> Section:
-    """The server's claims beside ours."""
+    """A section with the server's claims and ours."""
     title = "The server's own claims"
     claims = claims_of(result)
     if not claims:
@@ -159,7 +158,7 @@ def claims_section(result: LoadResult) -> Section:
 
 
 def _our_value(seen: Observation, figure: str) -> float | None:
-    if figure == "decode time":  # a request of one token has none, as vLLM counts
+    if figure == "decode time":  # A request of one token has no decode time, as vLLM counts.
         if seen.last_token is None or seen.num_output_tokens == 1:
             return None
         return seen.last_token - seen.token_times[0]

@@ -1,4 +1,4 @@
-"""Which server answers at a URL, by what it says of itself; "unknown" where it says nothing."""
+"""Detects the server at a URL by what it reports; "unknown" if it reports nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 # Gets a route at the server's root; None if the reply is not JSON.
 GetJson = Callable[[str], Awaitable[Any]]
 GetText = Callable[[str], Awaitable[str]]
-# Servers that continue after the end of text on request, and whose /v1/completions accepts token
-# ids as the prompt; others ignore or refuse `ignore_eos`.
+# Servers that can continue after the end of text, and whose /v1/completions accepts token ids as
+# the prompt; others ignore or refuse `ignore_eos`.
 WITH_EXTENSIONS = {"twinphase", "vllm", "sglang", "llama.cpp"}
-# By `owned_by` of a model, which is also what the names of the server's metrics begin with.
+# Servers by a model's `owned_by`, which is also the prefix of their metrics' names.
 OWNERS = {
     "twinphase": "twinphase",
     "vllm": "vllm",
@@ -30,15 +30,15 @@ TITLES = {"vllm": "vLLM", "sglang": "SGLang", "ollama": "Ollama"}
 
 @dataclass(frozen=True)
 class Server:
-    """What is known of a server.
+    """The known facts about a server.
 
     Attributes:
         kind: "twinphase", "vllm", "sglang", "llama.cpp" (its own server), "llama-cpp-python",
             "ollama", "unknown".
-        version: as it says; "" where it does not.
+        version: reported version; "" if unknown.
         found_by: the route whose reply identified it.
-        context_length: longest prompt + output, tokens; None is unknown.
-        details: what else it says that a reader should know.
+        context_length: maximum prompt + output, in tokens; None is unknown.
+        details: other reported facts for the report.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Server:
 
 
 async def detect(model: Mapping[str, Any], get_json: GetJson, get_text: GetText) -> Server:
-    """Ask a server who it is; `model` is its entry in /v1/models."""
+    """Detect a server; `model` is its entry in /v1/models."""
 
     async def page(route: str) -> dict[str, Any]:
         found = await get_json(route)
@@ -83,7 +83,7 @@ async def detect(model: Mapping[str, Any], get_json: GetJson, get_text: GetText)
             "unknown",
         )
         found_by = "/metrics"
-    if kind == "unknown" and owner == "me":  # also says so in the title of its OpenAPI document
+    if kind == "unknown" and owner == "me":  # The title of its OpenAPI document has this name too.
         info = (await page("/openapi.json")).get("info")
         if isinstance(info, dict) and "llama.cpp" in str(info.get("title")):
             return Server(

@@ -1,7 +1,7 @@
-"""Both phases of an engine in this process that runs one batch at a time: transformers, llama.cpp.
+"""Measures both phases of engines that run one batch at a time: transformers and llama.cpp.
 
-Such an engine only has to generate; prefill and decode are separated here. Not
-for our own engine, which mixes phases in a step (`engine.py`).
+Such an engine only generates tokens; this file separates prefill and decode. This project's own
+engine mixes phases in a step (`engine.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from twinphase_bench.targets.target import PhaseSample, TargetFacts
 class Generated:
     """One batch: its start, the end of each step, and the last token of each sequence.
 
-    The first step gives the first tokens: it has computed all the prompts.
+    The first step prefills all prompts and computes the first tokens.
     """
 
     began: float
@@ -33,14 +33,14 @@ class Generator(Protocol):
     vocab_size: int
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> Generated:
-        """Decode `num_tokens` for each uncached prompt; all prompts have one length."""
+        """Decode `num_tokens` for each uncached prompt; all prompts have the same length."""
 
     def close(self) -> None:
         """Free the model."""
 
 
 class StaticBatchTarget:
-    """A `Target` made of a `Generator`."""
+    """A `Target` that uses a `Generator`."""
 
     def __init__(self, engine: Generator, seed: int = 0) -> None:
         self.engine = engine

@@ -1,7 +1,7 @@
-"""What is measured: anything that turns a prompt into tokens, ours or another's.
+"""The interfaces of measured targets, which generate tokens for prompts.
 
-A `Target` can be asked for one phase at a time, as the phase sweep needs it; a `LoadTarget` takes
-many requests at once. The other files of this folder are the targets; `kinds.py` lists them.
+A `Target` runs one phase at a time for a phase sweep; a `LoadTarget` takes many requests at once.
+The other files of this folder are the targets, which `kinds.py` lists.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from twinphase.phases.observation import Observation
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a reader must know of a target.
+    """Facts about a target for the report.
 
     Attributes:
-        name: as given on the command line.
+        name: text on the command line.
         kind: "twinphase", "openai", "transformers", "llama-cpp".
-        engine: name and version of what answers, "unknown" where it does not say.
-        model: as the target names it.
-        precision: of weights, and of the KV cache where known; "unknown" otherwise.
-        context_length: longest prompt + output; None is unknown.
-        prefill_definition, decode_definition: what is timed.
-        details: more conditions for the report: threads, model hash, flags.
+        engine: name and version of the engine; "unknown" if it does not report them.
+        model: the target's name for the model.
+        precision: precision of the weights, and of the KV cache if known; otherwise "unknown".
+        context_length: maximum prompt + output, in tokens; None is unknown.
+        prefill_definition, decode_definition: definitions of the measured times.
+        details: other conditions for the report, such as threads, model hash and flags.
     """
 
     name: str
@@ -41,12 +41,13 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that shares no prefix with any other of its run.
+    """A prompt that shares no prefix with any other prompt of its run.
 
     Attributes:
-        text: for targets that take text.
-        token_ids: for those that take ids; empty otherwise.
-        num_tokens: exact with ids, about right with text. The target's own count goes into results.
+        text: text for targets that take text.
+        token_ids: token ids for targets that take ids; otherwise empty.
+        num_tokens: number of tokens, exact for ids, approximate for text. Results use the target's
+            own count.
     """
 
     text: str
@@ -61,8 +62,9 @@ class PhaseSample:
     Attributes:
         tokens: uncached prompt tokens of a prefill, by the target's count; or the mean number of
             tokens before the decoded ones.
-        times: seconds: of the prefill, or of each decode step, which gives every sequence a token.
-        batch: sequences that decoded together all the while.
+        times: seconds of the prefill, or of each decode step, which computes a token of every
+            sequence.
+        batch: number of sequences that decoded together throughout.
     """
 
     tokens: float
@@ -71,32 +73,32 @@ class PhaseSample:
 
     @property
     def seconds(self) -> float:
-        """The mean, like TPOT."""
+        """The mean time, as in TPOT."""
         return sum(self.times) / len(self.times)
 
 
 class Target(Protocol):
-    """A target whose phases can be measured apart; failures are a TwinphaseError."""
+    """A target whose phases can be measured separately; failures are TwinphaseErrors."""
 
     facts: TargetFacts
 
     def prefill(self, num_tokens: int) -> PhaseSample:
-        """Measure one prefill of about that many tokens, none of them cached."""
+        """Measure one prefill of about `num_tokens` tokens, none of them cached."""
 
     def decode(self, position: int, batch: int, num_tokens: int) -> PhaseSample:
         """Measure `num_tokens` decode steps after prompts of about `position` tokens each."""
 
     def close(self) -> None:
-        """Let go of the model, or of connections."""
+        """Free the model, or close connections."""
 
 
 class LoadTarget:
-    """Something that serves many requests at once; a subclass gives `facts` and `send`.
+    """A target that serves many requests at once; subclasses define `facts` and `send`.
 
     Attributes:
-        facts: what a reader must know.
-        lead: seconds before its intended moment at which `start` is to be called.
-        notes: what a reader must know to judge a load, for the report.
+        facts: facts for the report.
+        lead: seconds before a request is due at which `start` must be called.
+        notes: facts that a reader needs to judge a load.
     """
 
     facts: TargetFacts
@@ -104,20 +106,20 @@ class LoadTarget:
     notes: Sequence[str] = ()
 
     async def start(self, prompt: Prompt, max_tokens: int, intended: float) -> Any:
-        """Send a request, but leave reading the reply to `read`, after the load."""
+        """Send a request; `read` parses the reply after the load."""
         return await self.send(prompt, max_tokens, intended)
 
     def read(self, reply: Any) -> Observation:
-        """The observation in what `start` returned; called when the load is over."""
+        """Parse the result of `start` into an observation; called after the load."""
         observation: Observation = reply
         return observation
 
     async def send(self, prompt: Prompt, max_tokens: int, intended: float) -> Observation:
-        """Send a request when it is due, and take its whole answer.
+        """Send a request when it is due, and receive its whole answer.
 
-        Failures are in the observation and never raised.
+        Failures are recorded in the observation instead of raised.
         """
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""

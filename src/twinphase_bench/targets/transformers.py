@@ -1,7 +1,7 @@
-"""Hugging Face transformers on PyTorch in this process: the baseline that most people have at hand.
+"""A target that runs Hugging Face transformers on PyTorch in this process, as a common baseline.
 
 The model is called directly with a KV cache, because `generate()` adds its own work to every step.
-Nothing is compiled: not the fastest that PyTorch can do.
+The model is not compiled, so PyTorch could be faster.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ DECODE = (
 
 
 class Transformers:
-    """A folder with a model as transformers loads it, in eager mode with its default attention."""
+    """A model in a folder, loaded by transformers in eager mode with its default attention."""
 
     def __init__(self, path: str, *, threads: int | None = None) -> None:
         """Load from a folder; nothing is fetched.
 
         Raises:
             MissingExtraError: torch or transformers is not installed.
-            ModelNotFoundError: no such folder.
-            UnsupportedModelError: transformers cannot load it.
+            ModelNotFoundError: there is no such folder.
+            UnsupportedModelError: transformers cannot load the model.
         """
         folder = Path(path).expanduser()
         if not (folder / "config.json").is_file():
@@ -59,7 +59,7 @@ class Transformers:
             ) from None
         self._model = model.eval()
         self._new_cache = transformers.DynamicCache
-        # transformers 5.24 calls it `cache` and warns of the old name.
+        # transformers 5.24 calls it `cache`, and warns about the old name.
         accepted = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
         text = model.config.get_text_config()
@@ -91,10 +91,12 @@ class Transformers:
                 output = self._model(
                     input_ids=tokens, use_cache=True, logits_to_keep=1, **{self._cache_name: cache}
                 )
-                tokens = output.logits[:, -1].argmax(dim=-1, keepdim=True)  # [sequences, 1]
+                # The shape is [sequences, 1].
+                tokens = output.logits[:, -1].argmax(dim=-1, keepdim=True)
                 last = tokens[
                     :, 0
-                ].tolist()  # on a device the step is over only when its tokens are here
+                    # On a GPU, the step is over only when its tokens are on the host.
+                ].tolist()
                 step_ends.append(time.perf_counter())
         return Generated(began, step_ends, last)
 

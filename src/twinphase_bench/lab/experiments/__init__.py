@@ -1,1 +1,1 @@
-"""The lab's experiments, one claim per file, in the order that suits a newcomer."""
+"""The lab's experiments, one claim per file, ordered for newcomers."""

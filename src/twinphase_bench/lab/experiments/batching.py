@@ -1,4 +1,4 @@
-"""Claim: batching decodes multiplies throughput at first, and makes each request slower."""
+"""Claim: batching decodes multiplies throughput up to a point, and slows each request."""
 
 from functools import partial
 
@@ -38,7 +38,7 @@ ALL = "decode, all requests, tokens/s"
     quick=True,
 )
 def batching(bench: Workbench) -> Trial:
-    # Prompts are prefilled once, and found in the cache by later repetitions.
+    # Prompts are prefilled once; later repetitions find them in the cache.
     engine = bench.engine(enable_prefix_caching=True)
     prompts = bench.prompts(bench.size, PROMPT)
     runs = bench.interleave(

@@ -1,4 +1,4 @@
-"""Claim: prefill of a long prompt in chunks keeps other requests decoding, at a small price."""
+"""Claim: chunked prefill of a long prompt keeps other requests decoding, at a small cost."""
 
 from functools import partial
 from statistics import median
@@ -60,7 +60,7 @@ def chunked_prefill(bench: Workbench) -> Trial:
 
 
 def _interrupt(bench: Workbench, engine: Stepped) -> dict[str, float]:
-    """Let some requests decode, and send a long prompt into them."""
+    """Send a long prompt while some requests are decoding."""
     decodes = [
         engine.submit(prompt, bench.size // 8 + 160) for prompt in bench.prompts(DECODES, OWN)
     ]

@@ -32,7 +32,7 @@ def cores(bench: Workbench) -> Trial:
     engines = {"one thread": bench.open(threads=1).engine(), f"{most} threads": bench.engine()}
     prompts = bench.prompts(1, bench.size)
     for engine in engines.values():
-        serve(engine, prompts, TOKENS)  # Memory is slow when it is touched first.
+        serve(engine, prompts, TOKENS)  # Memory is slow on its first use.
     runs = bench.interleave(
         {threads: partial(serve, engine, prompts, TOKENS) for threads, engine in engines.items()}
     )

@@ -1,4 +1,4 @@
-"""Claim: without a KV cache each token costs the whole sequence again."""
+"""Claim: without a KV cache, each token requires the whole sequence again."""
 
 from functools import partial
 
@@ -48,7 +48,8 @@ def no_kv_cache(bench: Workbench) -> Trial:
     without = bench.engine()
 
     def next_token(prompt: list[int], answer: list[int]) -> dict[str, float]:
-        known = bench.rounds % TOKENS  # tokens of the answer; the next one is computed both ways
+        # The number of known answer tokens; the next one is computed in both ways.
+        known = bench.rounds % TOKENS
         ticket = without.submit(prompt + answer[:known], 1)
         again = sum(record.seconds for record in without.run())
         decode = serve(with_cache, [prompt], TOKENS)[DECODE]

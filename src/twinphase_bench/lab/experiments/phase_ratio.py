@@ -1,4 +1,4 @@
-"""Claim: prefill handles tokens many times faster than decode."""
+"""Claim: prefill processes tokens many times faster than decode."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Claim: prefill time is linear in the prompt, with a quadratic part that grows."""
+"""Claim: prefill time is linear in the prompt length, with a growing quadratic part."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ from twinphase.phases.work import rows_cost
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, percent
 from twinphase_bench.lab.workbench import PREFILL, Workbench, fits, growth, serve
 
-# Kernels that warm up bend the curve of shorter prompts.
+# Below this, warm-up effects of kernels distort the curve.
 MIN_ATTENTION_TOKENS = 1024
 
 

@@ -1,4 +1,4 @@
-"""Claim: prompt caching pays for a prefix once, and changes nothing else."""
+"""Claim: with prompt caching a prefix is computed once, and nothing else changes."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Claim: a busy queue delays the first token and leaves the stream alone."""
+"""Claim: a busy queue delays the first token but not the later ones."""
 
 from functools import partial
 

@@ -66,7 +66,7 @@ def same_tokens(bench: Workbench) -> Trial:
         why = f"This engine means to give the same bits in any batch: a bug ({differed})."
     return Trial(
         {way: {key: [number] for key, number in count.items()} for way, count in counts.items()},
-        # A difference counts in any case; equality counts only if the other way was taken.
+        # A difference counts in any case; equality counts only if the other path was used.
         [tokens, bits]
         if tokens or bits or not missing
         else [f"Not in every answer: {', '.join(missing)}."] * 2,
@@ -79,7 +79,7 @@ def _answer(bench: Workbench, way: str, prompt: list[int]) -> tuple[TimedRequest
     engine = bench.engine(enable_prefix_caching=way is CACHED, **budget)
     if way is BATCHED:
         for number in range(min(OTHERS, bench.workshop.config.max_num_seqs - 1)):
-            # Of different lengths, so that they come and go while it runs.
+            # The lengths differ, so that these requests start and end while the measured one runs.
             engine.submit(bench.prompt(max(1, len(prompt) // (number + 1))), OUTPUT + number)
     if way is CACHED:
         engine.prefill(prompt)
@@ -88,7 +88,7 @@ def _answer(bench: Workbench, way: str, prompt: list[int]) -> tuple[TimedRequest
 
 
 def _happened(way: str, ticket: TimedRequest, records: Sequence[StepRecord]) -> bool:
-    """Whether the engine did what the way is about."""
+    """Whether the engine really did what the variant tests."""
     if way is BATCHED:
         return any(record.num_decodes > 1 and record.index in ticket.steps for record in records)
     if way is CHUNKED:

@@ -1,4 +1,4 @@
-"""Claim: separate pools keep prefill out of decode's way."""
+"""Claim: separate pools keep prefill from delaying decode."""
 
 import asyncio
 from dataclasses import replace
@@ -63,7 +63,7 @@ def separate_pools(bench: Workbench) -> Trial:
             return runner.run(_interrupt(bench, engine))
 
         try:
-            for engine in engines.values():  # Touches the memory and chooses the chunk size.
+            for engine in engines.values():  # This touches the memory and chooses the chunk size.
                 interrupt(engine)
             runs = bench.interleave(
                 {name: partial(interrupt, engine) for name, engine in engines.items()}
@@ -106,16 +106,16 @@ async def _start(
 async def _times(
     engine: AsyncEngine, prompt: list[int], count: int, times: list[float], enough: asyncio.Event
 ) -> None:
-    """Decode up to `count` tokens; `times` gets the moment of each."""
+    """Decode up to `count` tokens; `times` gets the time of each."""
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     async for update in await engine.submit(prompt, params):
         times += [perf_counter()] * len(update.token_ids)
         if enough.is_set():
-            return  # which ends the request
+            return  # This ends the request.
 
 
 async def _interrupt(bench: Workbench, engine: AsyncEngine) -> dict[str, float]:
-    """Let some requests decode, and send long prompts into them."""
+    """Send long prompts while some requests are decoding."""
     enough = asyncio.Event()
     streams = [list[float]() for _ in range(STREAMS)]
     ask = partial(_times, engine, enough=enough)

@@ -1,4 +1,4 @@
-"""Claim: a draft verified in one pass gives several tokens per step and the same text."""
+"""Claim: verifying a draft in one pass yields several tokens per step and the same text."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,7 +19,7 @@ OTHER = "other text"
 
 
 class _Drafts:
-    """Drafts of a known answer, or each of them one off."""
+    """Drafts a known answer, with every token wrong by one if wanted."""
 
     num_failures = 0
 

@@ -39,7 +39,7 @@ PADDED = "static, padded to the longest answer"
 )
 def static_batching(bench: Workbench) -> Trial:
     engine = bench.engine(max_num_seqs=SEATS)
-    generator = random.Random(0)  # the same lengths in every run
+    generator = random.Random(0)  # The lengths are the same in every run.
     lengths = [
         min(LONGEST, max(1, round(generator.expovariate(1 / MEAN)))) for _ in range(bench.size)
     ]
