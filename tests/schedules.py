@@ -39,9 +39,6 @@ class Times:
     def step_limit(self, slo_seconds: float) -> float:
         return slo_seconds
 
-    def slo_seconds(self, step_seconds: float) -> float:
-        return step_seconds
-
 
 def make_scheduler(
     num_blocks=64, times=None, pace=Pace(), policy="fcfs", usual_output=0.0, **config
@@ -120,6 +117,7 @@ def machine_engine(machine: Machine, prices=PRICES, **settings) -> Engine:
     model = CostModel(prices)
     scheduler = make_scheduler(times=model, **settings)
     recorder = StepRecorder(SHAPE, model, clock=lambda: machine.now)
+    recorder.cpu_wait = lambda: 0.0
     return Engine(scheduler, machine, recorder, shape=SHAPE, vocab_size=100)
 
 

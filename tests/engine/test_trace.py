@@ -140,6 +140,20 @@ def test_a_replay_decides_the_same(log, seed, policy, slo, tenants):
     }
 
 
+def test_a_step_log_tells_how_long_a_step_had_no_processor():
+    machine = Machine()
+    engine = machine_engine(machine)
+    waited = iter([1.0, 1.25, 2.0, 2.0])
+    engine.recorder.cpu_wait = lambda: next(waited)
+    file = io.StringIO()
+    engine.recorder.trace = TraceWriter(file, trace_header(engine.scheduler, engine.cost_model))
+    engine.add_request(engine_request("a", 4, max_tokens=2))
+    while engine.has_work:
+        engine.step()
+    events = map(json.loads, file.getvalue().splitlines())
+    assert [event["cpu_wait"] for event in events if event["event"] == "observe"] == [0.25, 0.0]
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_a_replay_decides_the_same_with_drafts(log, seed):
     text, engine = random_run(seed, drafter=Guesser(seed))

@@ -102,14 +102,18 @@ class StepRecorder:
         record = self.ledger.add_step(batch, output, start, end, work)
         gap = start - self._last_end if self._last_end is not None else 0.0
         if not output.computed_singly:  # Otherwise the time of the step does not match its work.
-            self._learn(batch, end - start - self._drafting, gap if gap < MAX_GAP_SECONDS else 0.0)
+            seconds = end - start - self._drafting
+            self._learn(
+                batch, seconds, gap if gap < MAX_GAP_SECONDS else 0.0, output.times.cpu_wait
+            )
         for request in finished:
             self.ledger.close(request.request_id, end)
         self._last_end = end if running else None
         self.ledger.settle(self.clock())
         return record
 
-    def _learn(self, batch: Batch, seconds: float, gap: float) -> None:
+    def _learn(self, batch: Batch, seconds: float, gap: float, cpu_wait: float) -> None:
         self.cost_model.observe(batch.work, seconds, gap)
         if self.trace:
-            self.trace.observe(seconds, gap, start=self._start, drafting=self._drafting)
+            times = {"start": self._start, "drafting": self._drafting, "cpu_wait": cpu_wait}
+            self.trace.observe(seconds, gap, **times)

@@ -10,7 +10,8 @@ differs shows that the code now decides differently.
     accept    KV blocks that came from another engine, and the outcome for each
     finish    an abort, or a stop string that the front end found
     step      the drafts, the decision (`decision`) and the resulting tokens
-    observe   the time of the step, from which the cost model learns; its start, and its drafting
+    observe   the time of the step, from which the cost model learns; its start, its drafting, and
+              its wait for processors that other programs had
     pace      the SLO and the room for prefill from here on, if the engine chose them itself
     bound     the most prompt tokens of a step from here on
 
@@ -138,13 +139,12 @@ class TraceWriter:
     def read_at_most(self, num_tokens: int | None) -> None:
         self._write("bound", {"num_tokens": num_tokens})
 
-    def observe(self, seconds: float, gap: float, *, start: float, drafting: float) -> None:
-        """Log a step's seconds without drafting, the gap before it, its start and its drafting.
+    def observe(self, seconds: float, gap: float, **times: float) -> None:
+        """Log a step's seconds without drafting, the gap before it, and `times` that nothing learns.
 
         Python's floats read back the same.
         """
-        times = {"seconds": seconds, "gap": gap, "start": start, "drafting": drafting}
-        self._write("observe", times)
+        self._write("observe", {"seconds": seconds, "gap": gap, **times})
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
         if self.error is not None:

@@ -26,9 +26,6 @@ class StepCost(Protocol):
     def step_limit(self, slo_seconds: float) -> float:
         """Longest predicted step, seconds, that meets the SLO, after gaps and prediction error."""
 
-    def slo_seconds(self, step_seconds: float) -> float:
-        """The SLO that a step of that predicted time just meets: the inverse of `step_limit`."""
-
     def seconds(self, work: StepWork) -> float:
         """Predicted time of a step, seconds; does not fall when work is added."""
 
@@ -44,7 +41,7 @@ class ChunkBudget:
         pace: Pace,
         block_size: int,
         is_shared: bool = False,
-        undrafted: StepWork | None = None,
+        usual: StepWork | None = None,
     ) -> None:
         """Begin with the step's decodes.
 
@@ -58,8 +55,8 @@ class ChunkBudget:
                 blocks.
             is_shared: whether there are several tenants: a request of another tenant may arrive
                 during any step, and has to wait for the end of that step.
-            undrafted: work of the decodes without their drafts, if they have any. It is what the
-                pace's factor multiplies: drafts are no reason to wait longer for a token.
+            usual: the work that the pace's factor multiplies, if not all of the decodes: what
+                running requests are used to, without drafts, and without requests that begin.
         """
         self.num_tokens = num_tokens
         self._work = decodes
@@ -69,7 +66,7 @@ class ChunkBudget:
         if pace.slo_seconds is not None and (decodes.rows or is_shared):
             self._limit = max(
                 times.step_limit(pace.slo_seconds),
-                pace.step_factor * times.seconds(undrafted or decodes),
+                pace.step_factor * times.seconds(usual or decodes),
             )
         self._given = False
 

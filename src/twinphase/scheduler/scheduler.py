@@ -180,19 +180,20 @@ class Scheduler:
         seats_taken = len(preempted)
         decodes = schedule_decodes(self.running, self.kv_cache, preempt)
         tokens = max(0, self.config.max_num_batched_tokens - len(decodes))
-        work = undrafted = Batch(decodes, [], window=self._times.window).decode_work
+        # A request that decodes for the first time makes no running one wait longer.
+        earlier = [one for one in decodes if one.num_computed_tokens > len(one.prompt_token_ids)]
+        usual = Batch(earlier or decodes, [], window=self._times.window).decode_work
         if drafts:  # Drafts take at most half of the rest, so that prompts make progress.
             decodes = with_drafts(decodes, drafts, tokens // 2, self._longest_draft)
             tokens -= sum(share.num_drafts for share in decodes)
-            work = Batch(decodes, [], window=self._times.window).decode_work
         budget = ChunkBudget(
             tokens if self.max_prefill_tokens is None else min(tokens, self.max_prefill_tokens),
-            work,
+            Batch(decodes, [], window=self._times.window).decode_work,
             self._times,
             self.pace,
             self.kv_cache.block_size,
             self.fair.has_several,
-            undrafted=undrafted,
+            usual=usual,
         )
         prefills: list[ScheduledRequest] = []
         computing: set[bytes] = set()
