@@ -140,7 +140,7 @@ class TraceWriter:
         self._write("bound", {"num_tokens": num_tokens})
 
     def observe(self, seconds: float, gap: float, **times: float) -> None:
-        """Log a step's seconds without drafting, the gap before it, and `times` that nothing learns.
+        """Log a step's seconds without drafting, the gap before it, and other `times` of the step.
 
         Python's floats read back the same.
         """
