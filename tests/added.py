@@ -1,4 +1,4 @@
-"""Requests as a front end makes them."""
+"""Builds requests as a front end does."""
 
 from __future__ import annotations
 

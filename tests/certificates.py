@@ -28,7 +28,7 @@ class Authority:
         self.file.write_bytes(self._signed(self._name, self._key, is_authority=True))
 
     def issue(self, name: str, password: bytes | None = None) -> tuple[Path, Path]:
-        """A new certificate and its key, in files called so."""
+        """A new certificate and its key, in files with that name."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
         certificate_file = self._folder / f"{name}.pem"

@@ -127,7 +127,7 @@ class Worker:
         return found.result(SECONDS)
 
     def check(self) -> None:
-        """No block leaked, nothing is on its way."""
+        """Assert that no block leaked and no transfer is pending."""
         self.between_steps(lambda engine: engine.scheduler.check_integrity())
         assert self.loaded.engine.scheduler.kv_cache.pool.num_held == 0
         pushes = self.port.pushes

@@ -63,7 +63,7 @@ class Engine:
         return self._lives[name]
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Step until nothing is left to do, or as the test wants."""
+        """Step until the engine is idle, or until the test's condition is met."""
         while self.engine.has_work and not until():
             result = self.engine.step()
             now = self.engine.clock()

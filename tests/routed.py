@@ -109,7 +109,7 @@ def same(output, expected):
 
 
 def mix(seed, count=10):
-    """Prompts and parameters that have nothing in common but some beginnings."""
+    """Prompts and parameters with nothing in common except some prefixes."""
     draw = random.Random(seed)
     for number in range(count):
         prompt = draw.choice(PREFIXES)[: draw.choice([16, 33, 96])] + [

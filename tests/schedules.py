@@ -27,7 +27,7 @@ PRICES = [
 
 @dataclass
 class Times:
-    """Step times by hand: so much a row, and so much a step."""
+    """Given step times: a time per row, and a time per step."""
 
     row: float = 1.0
     step: float = 0.0
@@ -43,7 +43,7 @@ class Times:
 def make_scheduler(
     num_blocks=64, times=None, pace=Pace(), policy="fcfs", usual_output=0.0, **config
 ) -> Scheduler:
-    """With short answers expected, or blocks would hardly ever run out."""
+    """A scheduler that expects short answers; otherwise blocks would hardly ever run out."""
     config = {"block_size": 4, "max_model_len": 100, "itl_slo_ms": None, **config}
     settings = EngineConfig(num_kv_blocks=num_blocks, scheduling_policy=policy, **config)
     scheduler = Scheduler(settings, times or Times(), eos_token_ids=[EOS])

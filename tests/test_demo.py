@@ -22,7 +22,7 @@ def model(tmp_path) -> str:
 
 @pytest.fixture
 def measured(monkeypatch) -> list[bool]:
-    """Whether each measurement that was asked for was disturbed; add to it what comes next."""
+    """A list that states for each measurement whether it was disturbed; append later ones."""
     disturbed = [False]
 
     def measure(threads, isa, repetitions, progress, started):

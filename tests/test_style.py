@@ -100,7 +100,7 @@ def tokens_of(path: Path) -> list[tokenize.TokenInfo]:
 
 @pytest.fixture(scope="module", autouse=True)
 def sources_go_with_these_tests() -> Iterator[None]:
-    """Their trees and tokens are a million objects: none is garbage, and none is kept."""
+    """Free the trees and tokens, a million objects, after these tests; no garbage collection."""
     gc.disable()
     yield
     gc.enable()

@@ -1,4 +1,4 @@
-"""KV blocks leave one backend and go on in another: under other ids, with the same bits."""
+"""KV blocks move from one backend to another, with other ids and the same bits."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -81,7 +81,7 @@ def test_the_rows_that_fill_up_change_no_bit(path):
 
 
 def test_what_a_replay_reads_is_this_steps(path, monkeypatch):
-    """Each input that is left as it was shows: the test above would fail with any of them."""
+    """A replay reads this step's inputs: leaving out any of them would fail the test above."""
     expected = decodes(captured(path), [7, 50, 21])
     for name in ("token_ids", "positions", "slot_mapping", "block_tables"):
         steps = captured(path)

@@ -161,7 +161,7 @@ class Browser:
             time.sleep(0.05)
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, or of its promise."""
+        """Evaluate a JavaScript expression; returns its value, or the value of its promise."""
         found = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )

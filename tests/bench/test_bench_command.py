@@ -39,13 +39,13 @@ def small(monkeypatch):
 
 @pytest.fixture
 def on_time(monkeypatch):
-    """Whether the client is late on a busy machine is not what these tests are about."""
+    """These tests do not depend on whether the client is late on a busy machine."""
     monkeypatch.setattr(ClientHealth, "faults", lambda *_: ())
 
 
 @pytest.fixture
 def url(stub):
-    """Of a server that writes eight tokens, a millisecond apart."""
+    """The URL of a server that writes eight tokens, a millisecond apart."""
     stub.script({"gaps": [0.001] * 7})
     return stub.url
 

@@ -19,7 +19,7 @@ def make_request(prompt, salt=None):
 
 
 def chain(num_blocks, first=0, salt=None):
-    """Blocks as another process knows them."""
+    """Blocks with the hashes that another process would compute."""
     request = make_request(range(first, first + num_blocks * SIZE), salt)
     other = PrefixCache(64, SIZE)
     return [other.block(request, index) for index in range(num_blocks)]
@@ -50,7 +50,7 @@ class Memory:
         self.manager.check_integrity(requests)
 
     def found(self, blocks):
-        """How many of the leading blocks can be found, each where its bits were written."""
+        """Number of leading blocks that can be found, each with the bits that were written."""
         for number, block in enumerate(blocks):
             block_id = self.manager.prefix_cache.find(block.block_hash)
             if block_id is None:
@@ -178,7 +178,7 @@ def test_a_hash_is_the_same_in_every_process():
 
 
 def test_changes_add_up_to_the_index():
-    """Whatever comes, is held and is evicted: what a watcher was told is what can be found."""
+    """The reported changes always add up to the blocks that can be found."""
     choose = random.Random(0)
     memory = Memory(12)
     memory.accept(chain(2))

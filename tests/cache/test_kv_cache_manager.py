@@ -31,7 +31,7 @@ def compute(manager, request, num_tokens):
 
 
 def finished(manager, prompt, output=(7,), salt=None):
-    """A request that came, computed all but its last token, and went."""
+    """A request that was admitted, computed all but its last token, and finished."""
     request = make_request(prompt, output, "old", salt)
     start(manager, request)
     compute(manager, request, request.num_tokens - 1)

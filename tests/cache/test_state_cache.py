@@ -32,7 +32,7 @@ class Manager:
         return request
 
     def compute(self, request, num_tokens, accepted=0, logged=False):
-        """A step of that many tokens, the last `accepted` of them drafts that were right."""
+        """A step of `num_tokens` tokens, the last `accepted` of them accepted drafts."""
         before = request.num_computed_tokens
         self.cache.plan_snapshots(request, num_tokens - accepted)
         self.check()
@@ -46,7 +46,7 @@ class Manager:
         self.check()
 
     def whole(self, prompt):
-        """A request that comes, is prefilled at once, and goes."""
+        """A request that is admitted, prefilled at once, and finished."""
         request = self.start(prompt)
         self.compute(request, request.num_tokens - request.num_computed_tokens)
         self.end(request)
@@ -79,7 +79,7 @@ def test_a_prompt_leaves_a_snapshot_at_its_last_full_block():
 
 
 def test_blocks_without_a_snapshot_are_a_miss_of_their_own_and_get_one():
-    """The second prompt with a system part pays for it, the third finds it."""
+    """The second prompt with a system part pays for the snapshot, and the third one finds it."""
     manager = Manager()
     manager.whole([*SYSTEM, *range(20)])
     second = manager.whole([*SYSTEM, *range(50, 70)])

@@ -1,4 +1,4 @@
-"""Connections of a cluster: who gets in, what is encrypted, and what an attacker between sees."""
+"""Connections within a cluster: authentication, encryption, and what a man in the middle sees."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pair():
 
 
 def met(listens, connects, listening_key, connecting_key):
-    """What `authenticate` returns or raises at each end."""
+    """The result or the error of `authenticate` at each end."""
 
     def end(link, key, listening):
         try:
@@ -77,7 +77,7 @@ def test_either_end_may_demand_encryption_and_loopback_needs_none(listening, con
 
 
 def test_connections_that_leave_the_machine_demand_encryption(monkeypatch):
-    """Loopback, Unix sockets and others, by the addresses of both ends."""
+    """Encryption is required for other addresses, not for loopback and Unix sockets."""
     ends = {"getsockname": ("10.0.0.1", 1), "getpeername": ("10.0.0.2", 2)}
 
     class Link:
@@ -120,7 +120,7 @@ def test_another_key_is_refused_by_both(encryption):
 
 @contextmanager
 def attacker(listening_key, connecting_key, attack):
-    """What both ends say with `attack(to_listening, to_connecting)` between them."""
+    """The results at both ends with `attack(to_listening, to_connecting)` in between."""
     with pair() as (listens, to_listening), pair() as (to_connecting, connects):
 
         def run():

@@ -22,7 +22,7 @@ PARAMS = dataclasses.replace(LONG, max_tokens=100)
 
 
 def prompts_of(number, count=2):
-    """Of 400 tokens, with nothing in common."""
+    """Prompts of 400 tokens without common prefixes."""
     return [
         [10 + (i * (3 + 2 * which) + number + which) % 250 for i in range(400)]
         for which in range(count)
@@ -30,7 +30,7 @@ def prompts_of(number, count=2):
 
 
 class Point:
-    """Does something when a request comes to a point of its life.
+    """Runs an action when a request reaches a point of its life.
 
     Attributes:
         happened: it was done.
@@ -69,7 +69,7 @@ class Point:
         return data
 
     async def reach(self, router, stream):
-        """Go on until it has happened."""
+        """Continue until the action has run."""
         if self._point == "before hand-over":
             await until(lambda: any(sent.is_transferring for sent in router.requests.values()))
         elif self._point == "mid-answer":
@@ -80,7 +80,7 @@ class Point:
 
 
 def who(router, victims):
-    """Names of the workers that have the first request, or are to have it."""
+    """Names of the workers that have the first request, or will have it."""
     sent = next(iter(router.requests.values()))
     writer = sent.decode_worker or sent.worker
     return {"reader": ["reader"], "writer": [writer], "both": ["reader", writer]}[victims]
@@ -123,7 +123,7 @@ def test_workers_that_die_or_stand_still_at_any_point(serve_pools, lone, sig, vi
 
 
 def test_a_client_who_leaves_at_any_point(serve_pools, lone):
-    """The other answers are not disturbed, and nothing is left of it."""
+    """The other answers are not affected, and nothing of the request remains."""
     point = Point()
 
     async def body(engine):
@@ -147,7 +147,7 @@ def test_a_client_who_leaves_at_any_point(serve_pools, lone):
 @pytest.mark.slow
 @pytest.mark.parametrize("dead", ["writer", "other"])
 def test_a_worker_dies_while_one_is_about_to_go_over_to_the_other_pool(serve_pools, lone, dead):
-    """That one, or the only other one of its pool: then it stays, or comes back."""
+    """Either that worker dies, or the only other one of its pool: then it stays, or returns."""
     prompts = prompts_of(0, 8)
     point = Point()
 
@@ -176,7 +176,7 @@ def test_a_worker_dies_while_one_is_about_to_go_over_to_the_other_pool(serve_poo
 
 @pytest.mark.slow
 def test_frames_are_spoilt_while_the_router_sends_requests(serve_pools, lone):
-    """Each frame by a fault of its own, or by none."""
+    """Each frame has its own fault, or none."""
     choices = [*FAULTS.values(), *[lambda choose, data: data] * 7]
     proxies, heard = through(lambda choose, data: choose.choice(choices)(choose, data))
 
@@ -192,7 +192,7 @@ def test_frames_are_spoilt_while_the_router_sends_requests(serve_pools, lone):
 
 @pytest.mark.slow
 def test_a_decode_worker_without_room_and_one_that_takes_no_blocks(serve_pools, lone):
-    """Its cache holds three of eight prompts; its port then hangs until all leases expire."""
+    """The decode worker's cache holds three of eight prompts; then its port hangs."""
     point = Point()
     point.arm("", None)
 
@@ -209,7 +209,7 @@ def test_a_decode_worker_without_room_and_one_that_takes_no_blocks(serve_pools, 
 
 
 def test_without_a_decode_worker_answers_end_at_once(serve_pools, lone):
-    """And it is not waited for that the reader reads on; later the same requests are answered."""
+    """The end does not wait for the reader; later the same requests are answered."""
     point = Point()
     prompts = prompts_of(0)
 

@@ -1,4 +1,4 @@
-"""What was sent where: accounts that come out even, whatever happens in whatever order."""
+"""The accounts of sent requests always balance, in any order of events."""
 
 import hashlib
 

@@ -54,7 +54,7 @@ def pair(model):
 
 @pytest.fixture(scope="module")
 def alone(model):
-    """The answers of an engine that nobody sends blocks."""
+    """The answers of an engine that receives no blocks."""
     with workers(model, 1, **CONFIG) as (worker,):
         yield worker
 
@@ -66,7 +66,7 @@ def fresh(pair):
 
 
 def by(worker, kind, lease=30.0):
-    """Where to push to, by one transport alone."""
+    """A destination that is reached by one transport only."""
     return PushTo([address for address in worker.port.addresses if address.startswith(kind)], lease)
 
 

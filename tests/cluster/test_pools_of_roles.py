@@ -142,7 +142,7 @@ def test_a_reader_that_lies(serve_pools, lone):
 
 
 class OneWay(Balance):
-    """No queue is too short to count, but workers only go where they are `wanted`."""
+    """Any queue counts as long, but workers move only to the role in `wanted`."""
 
     wanted = ""
 
@@ -154,7 +154,7 @@ class OneWay(Balance):
 def test_a_worker_goes_over_to_the_pool_that_has_too_much_to_do_and_answers_stay_the_same(
     serve_pools, lone
 ):
-    """A flood of prompts, then one of answers for which there are few seats."""
+    """A flood of prompts comes first, then one of answers with few seats."""
     balance = OneWay(long_queue=1e-6, patience=0.0)
     short = dataclasses.replace(LONG, max_tokens=2)
     many = dataclasses.replace(LONG, max_tokens=60)

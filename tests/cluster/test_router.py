@@ -74,7 +74,7 @@ def test_answers_through_two_workers_are_those_of_one_engine(serve, lone):
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_what_a_dead_worker_began_goes_on_elsewhere(serve, lone, sig):
-    """While it queues, between two chunks, and in the middle of answers."""
+    """The worker dies while requests queue, between two chunks, and during answers."""
     long_prompts = [([10 + (i * j) % 250 for i in range(180)], LONG) for j in (3, 7)]
     answers = [([30 + number, 31, 32], LONG) for number in range(4)]
     everything = answers + long_prompts
@@ -90,7 +90,7 @@ def test_what_a_dead_worker_began_goes_on_elsewhere(serve, lone, sig):
         await whole(engine)
 
     async def disturbed(engine, late):
-        """Whether the worker that is killed had anything; the answers are the same in any case."""
+        """Whether the killed worker had a request; the answers are the same in any case."""
         router = engine.host
         num_continued = engine.host.num_continued
         streams = [await engine.submit(prompt, params) for prompt, params in everything]
@@ -234,7 +234,7 @@ def test_a_prompt_goes_where_its_beginning_is_cached_until_that_worker_dies(serv
 
 
 def test_a_worker_whose_loop_stands_still_is_ended_while_others_work(serve, lone, caplog):
-    """It answers pings, which another thread does, and makes no step."""
+    """The worker answers pings, which another thread does, but makes no step."""
     expected = lone.generate([[30, 31], [30, 32]], LONG)
 
     async def body(engine):

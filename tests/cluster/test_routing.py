@@ -1,4 +1,4 @@
-"""Where a request goes: where it costs everybody the least predicted time."""
+"""A request goes to the worker where it costs all users the least predicted time."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Workers that somebody else started: found by address, let in by a key, connected to again."""
+"""Workers that were started separately: found by address, authenticated, and reconnected."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def hosts_of(workers, path, silence=2.0):
 
 
 def test_workers_by_tcp_and_by_unix_socket_answer_as_one_engine(serve, lone, tiny_path, tmp_path):
-    """And when the server leaves, they wait for the next, with what they had loaded and cached."""
+    """When the server leaves, they wait for the next one, with the model and the cache."""
     asked = [one for seed in (1, 2) for one in mix(seed)]
 
     with started((), (f"unix:{tmp_path}/worker",)) as workers:
@@ -114,7 +114,7 @@ def test_a_worker_that_stands_still_is_left_and_taken_again_when_it_goes_on(serv
 
 
 class BadLine:
-    """Connections through here come in pieces, and late."""
+    """A proxy that splits and delays the data of connections."""
 
     def __init__(self, address):
         self._target = address.rpartition(":")
@@ -320,7 +320,7 @@ def test_a_worker_joins_a_server_that_runs_and_leaves_it_when_it_dies(serve, lon
 
 
 def refused(workers, path, key=KEY, host=None):
-    """What a server says that no worker lets in."""
+    """The server's message when no worker accepts it."""
 
     async def main():
         engine = AsyncEngine(host or remote_host(workers[0].address, path, 1.5, key=key))

@@ -70,7 +70,7 @@ def patched():
 
 
 def commands():
-    """Every call of the command line, by where it stands."""
+    """Every call of the command line in `deploy/`, by its position."""
     yield "Containerfile", instruction("CMD")
     for file in ("compose.yaml", "compose.tls.yaml"):
         for name, service in read(file)[0]["services"].items():

@@ -92,7 +92,7 @@ def test_blocks_of_another_format_are_refused_and_nothing_is_lost(path):
 
 
 def test_whoever_watches_is_told_what_can_be_found(path):
-    """All cached blocks first, then each change with its number, accepted blocks included."""
+    """First all cached blocks, then each change with its number, including accepted blocks."""
     one, other = (
         LoadedEngine(path, EngineConfig(num_kv_blocks=8, **KINDS["cpu"])) for _ in range(2)
     )

@@ -47,7 +47,7 @@ class Dropped:
 
 
 def test_nothing_is_collected_while_the_list_of_threads_is_locked():
-    """A thread pool that is collected there would wait for threads that cannot end."""
+    """Collecting a thread pool there would wait for threads that cannot end."""
     wait = CpuWait(lambda threads: dict.fromkeys(threads, 0.0))
     before = gc.get_threshold()
     gc.set_threshold(5)

@@ -1,4 +1,4 @@
-"""What an embedding model refuses, and that all front ends give the same vectors."""
+"""The errors of an embedding model, and equal vectors from all front ends."""
 
 from __future__ import annotations
 

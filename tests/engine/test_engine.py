@@ -54,7 +54,7 @@ def test_a_request_lives(engine):
 
 
 class TestFailures:
-    """A request that makes the executor raise, in whatever company."""
+    """A request that makes the executor raise, alone or with others."""
 
     def test_nothing_is_learned_from_it_and_its_time_adds_up(self, engine, machine):
         prices = engine.cost_model.prices

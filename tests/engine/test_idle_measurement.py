@@ -1,4 +1,4 @@
-"""Ceilings are measured while nobody waits, and given up at once when somebody does."""
+"""Ceilings are measured while the engine is idle; the measurement ends at once on a request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT_SECONDS = 30
 
 @pytest.fixture
 def kept(monkeypatch) -> list[Ceilings]:
-    """What was kept, which is known from then on."""
+    """The stored ceilings, which are known from then on."""
     kept: list[Ceilings] = []
     monkeypatch.setattr(ceilings, "measured_ceilings", lambda _: kept[-1] if kept else None)
     monkeypatch.setattr(ceilings, "save_ceilings", kept.append)

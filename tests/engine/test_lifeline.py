@@ -1,4 +1,4 @@
-"""No child outlives its parent, even one that is stopped, or keeps the interpreter lock."""
+"""A child process never outlives its parent, even if it is stopped or holds the GIL."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ PROMPT = list(range(40, 70))
 
 @contextmanager
 def patched(llm, before):
-    """Calls `before` with each batch that is about to be computed."""
+    """Calls `before` with each batch before it is computed."""
     whole = llm.engine.executor.execute
 
     def execute(batch):
@@ -314,7 +314,7 @@ class TestMany:
         assert not llm.engine.has_work
 
     def test_two_front_ends_share_an_engine(self, make_llm):
-        """Steps of a stream compute the other's request, and the other way round."""
+        """Steps of a stream compute the other front end's request, and vice versa."""
         llm = make_llm(max_num_batched_tokens=16)
         stream = llm.stream(PROMPT, GREEDY)
         next(stream)

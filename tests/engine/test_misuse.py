@@ -39,7 +39,7 @@ def in_threads(*functions):
 
 @pytest.fixture
 def often_switched():
-    """Threads take over from each other in the middle of almost anything."""
+    """Make threads switch at almost any point."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -69,7 +69,7 @@ def test_threads_share_an_llm(make_llm, request, backend, often_switched):
 
 
 def test_a_thread_that_waits_gets_its_turn_while_another_goes_on(make_llm):
-    """Without that, whoever steps in a loop would keep the engine until it is done."""
+    """Otherwise a thread that steps in a loop would keep the engine until it is done."""
     llm = make_llm()
     long = greedy(None)
     began = threading.Event()
@@ -235,7 +235,7 @@ def test_unknown_options_are_named(make_llm):
 
 
 def test_no_users_id_is_taken_for_a_question(serve):
-    """Questions to the engine had ids of the same kind once."""
+    """Ids of questions to the engine used to have the same form."""
 
     async def body(engine):
         first = await engine.submit("hello", GREEDY)

@@ -1,4 +1,4 @@
-"""Sampling values that nobody gave: the model's own, the catalogue's, or those of the API."""
+"""Default sampling values: the model's own, the catalogue's, or the API's."""
 
 import json
 import shutil

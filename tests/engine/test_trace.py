@@ -1,4 +1,4 @@
-"""A log of steps decides the same again, byte for byte, and says where it would not."""
+"""A replayed step log yields the same decisions byte for byte, or reports the first difference."""
 
 import io
 import json

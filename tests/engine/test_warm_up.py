@@ -56,7 +56,7 @@ def test_the_speed_told_at_the_start_was_measured_on_a_warm_engine(loaded):
 
 
 def test_a_pace_that_was_chosen_on_a_busy_machine_is_soon_forgotten(loaded, monkeypatch):
-    """Busy at the start and for two choices in between; then for good."""
+    """The machine is busy at the start and for two later choices; then it is quiet for good."""
     choices = [150.0, 80.0, 82.0, 300.0, 290.0, 79.0, 81.0, 78.0, 160.0, 161.0, 162.0]
     slos = [150, 80, 82, 82, 150, 82, 82, 81, 81, 81, 160]
     monkeypatch.setattr(loaded, "_paces", deque(maxlen=load.MAX_KEPT_PACES))

@@ -45,7 +45,7 @@ def start(model):
 
 
 def slow_tokens(engine, life):
-    """What is told of its time after the first token."""
+    """The explanation of its time after the first token."""
     return [one for one in engine.explain(life).diagnoses if one.phase == "decode"]
 
 
@@ -270,7 +270,7 @@ def test_context_length(start):
 
 
 def decode_causes(llm):
-    """Of an answer that the compiled backend gave."""
+    """The causes for an answer of the compiled backend."""
     Script(llm.engine, lambda batch: 0.01)
     (output,) = llm.generate(
         [[5] * 20], SamplingParams(max_tokens=20, ignore_eos=True, temperature=0), use_tqdm=False
@@ -371,7 +371,7 @@ def test_slow_reader_of_progress(model):
 
 
 def causes_of_slow_text(model, monkeypatch, place, method, seconds):
-    """Causes by phase of an answer in which a method that handles text takes so long."""
+    """Causes by phase of an answer for which a method that handles text takes `seconds`."""
     llm = LLM(model, backend="reference")
     script = Script(llm.engine, lambda batch: 0.01)
     place = place or llm._loaded

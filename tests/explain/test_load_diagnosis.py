@@ -31,12 +31,12 @@ def request(intended, token_times, **fields):
 
 
 def entry(*args, **fields):
-    """As a result file has it."""
+    """The observation as an entry of a result file."""
     return asdict(request(*args, **fields))
 
 
 def observed(life):
-    """What a client would have written down."""
+    """The observation that a client would have recorded."""
     (served, timeline) = life
     counts = ("num_prompt_tokens", "num_output_tokens")
     lengths = (len(served.prompt_token_ids), len(served.output_token_ids))
@@ -45,7 +45,7 @@ def observed(life):
 
 @pytest.fixture
 def explained(tmp_path, twinphase):
-    """What the command says of a result with that data."""
+    """The output of the command for a result with that data."""
 
     def explain(data, **result):
         form = {"format": "twinphase-result", "data": data, **result}

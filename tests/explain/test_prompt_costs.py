@@ -1,4 +1,4 @@
-"""A prompt's cost divides among its parts without rest."""
+"""A prompt's cost is divided among its parts without a remainder."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ RUN = {
 
 
 def changed(form, path, value):
-    """A copy with one value replaced, or taken away if it is `...`."""
+    """A copy with one value replaced, or removed if `value` is `...`."""
     form = copy.deepcopy(form)
     holder = form
     for key in path[:-1]:
@@ -177,7 +177,7 @@ def test_whatever_is_in_a_file_is_an_explanation_or_an_error_of_ours(form, data)
 
 @pytest.fixture
 def explained(tmp_path, twinphase):
-    """What `explain` says of a form."""
+    """The output of `explain` for a saved form."""
 
     def explain_file(form, *options):
         path = tmp_path / "form.json"

@@ -50,7 +50,7 @@ TAGS = ThinkingTags((50,), (51, 52, 53))
 
 
 class Clock:
-    """Runs only while the engine is at work, so that a test's own time is nobody's."""
+    """A clock that runs only while the engine works, so that the test's own time does not count."""
 
     def __init__(self) -> None:
         self._passed = 0.0
@@ -63,7 +63,7 @@ class Clock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let time pass."""
+        """Let the clock run."""
         self._since = time.perf_counter()
         try:
             yield
@@ -108,10 +108,10 @@ class Guesser:
         return draft
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
-        """Nothing is learned."""
+        """Do nothing: this drafter does not learn."""
 
     def forget(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Do nothing: this drafter keeps no state."""
 
 
 GUESSERS = ("adversary", "oracle", "mixed", "ngram", "suffix", "auto")
@@ -215,7 +215,7 @@ class Alone:
     def __call__(
         self, prompt: Sequence[int], params: SamplingParams
     ) -> tuple[list[int], str, FinishReason]:
-        """Tokens, log probabilities in every digit, and how it ended."""
+        """Tokens, log probabilities in full precision, and the finish reason."""
         key = (tuple(prompt), repr(params))
         if key not in self._known:
             engine = make_engine(self._loaded, MOST_BLOCKS, time.perf_counter)

@@ -48,14 +48,14 @@ COMPARED = {"compared": 101}
 
 
 class Tally(Counter[str]):
-    """What all mixes of a test did; of finished requests also the share of time without a name."""
+    """The events of all mixes in a test, and the share of unattributed time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.unattributed: list[float] = []
 
     def assert_reaches(self, least: Mapping[str, int]) -> None:
-        """The proof is not empty."""
+        """Assert that the mixes covered enough events."""
         assert all(self[name] >= number for name, number in least.items()), self
 
 
@@ -100,7 +100,7 @@ def sampling_params(rng: random.Random) -> SamplingParams:
 
 
 def new_request(rng: random.Random) -> dict[str, Any]:
-    """Prompts share beginnings with others; what differs comes early or late."""
+    """A request whose prompt shares a prefix with others, and differs early or late."""
     params = sampling_params(rng)
     thinking = (
         [] if params.thinking_token_budget is None else TAGS.start
@@ -174,7 +174,7 @@ class Mix:
             self.add(**new_request(self.random))
 
     def submit_next_turn(self) -> None:
-        """A finished request's text with more after it: most of it is in the cache."""
+        """A finished request's text with new text after it, so that most of it is cached."""
         wanted = new_request(self.random)
         finished = [one for one in self.requests.values() if one.finish_reason is not None]
         if finished:
@@ -185,7 +185,7 @@ class Mix:
         self.add(**wanted)
 
     def right(self, request: Request) -> list[int]:
-        """The whole output of a request."""
+        """The reference output of a request."""
         return self.alone(request.prompt_token_ids, request.sampling_params)[0]
 
     def add(
@@ -251,13 +251,13 @@ class Mix:
             self.tally["forced preemptions"] += 1
 
     def evict(self) -> None:
-        """Others need all free blocks for a moment."""
+        """Take all free blocks for a moment."""
         pool = self.scheduler.kv_cache.pool
         self.tally["evicted blocks"] += pool.num_cached
         pool.release(pool.allocate(pool.num_available))
 
     def lose_a_snapshot(self) -> None:
-        """Its block stays."""
+        """Drop a snapshot but keep its block."""
         states = self.scheduler.kv_cache.states
         if names := sorted(states._slot_of):
             states.drop(self.random.choice(names))
@@ -269,7 +269,7 @@ class Mix:
         self.scheduler.config = config
 
     def change_slo(self) -> None:
-        """To a number, to none, or as a server does by default."""
+        """Set the SLO to a number, to none, or to a server's default."""
         milliseconds = self.random.choice([None, 1e-6, 0.2, 0.5, 1000.0, "auto"])
         if isinstance(milliseconds, str):
             limits = self.scheduler.config.max_num_batched_tokens, self.scheduler.max_model_len, 16
@@ -279,7 +279,7 @@ class Mix:
             self.engine.keep_pace(Pace(milliseconds and milliseconds / 1e3))
 
     def strike(self) -> None:
-        """One request's computation fails, and every batch with it."""
+        """Make the computation of one request fail, and with it every batch that contains it."""
         if unfinished := self.unfinished():
             self.engine.executor.doomed = {self.random.choice(unfinished)}
             self.one_step()

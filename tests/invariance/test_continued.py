@@ -52,7 +52,7 @@ def loaded(tmp_path_factory):
 @pytest.mark.parametrize("guesser", ["none", "mixed", "suffix"])
 @pytest.mark.parametrize("name", ASKED)
 def test_any_cut_of_an_answer_is_continued_with_the_same_bits(loaded, name, guesser):
-    """All cuts at once in a fresh engine, half of them with prefixes that the others computed."""
+    """All cuts at once in a new engine; half of them find prefixes that others computed."""
     params = ASKED[name]
     prompt = PROMPT + (list(TAGS.start) if name == "thinking" else [])
     whole = Request("whole", prompt, params, 0.0)

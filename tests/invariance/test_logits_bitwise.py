@@ -58,7 +58,7 @@ class Case:
 
     @property
     def layers(self) -> tuple[object, ...]:
-        """All that tells it from cases with weights in another format."""
+        """The properties that distinguish it from cases with weights in another format."""
         heads = self.hidden // self.heads, self.heads, self.kv_heads
         return *heads, self.kv_cache_dtype, self.window, self.experts
 
@@ -112,12 +112,12 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 
 @cache
 def compiled(folder: Path, isa: str) -> None:
-    """The kernels of all cases are there."""
+    """Compile the kernels of all cases."""
     compile_together(isa, [partial(load, folder, case, isa) for case in cases_on(isa)])
 
 
 def cases_on(isa: str) -> Sequence[Case]:
-    """What is tried on a path."""
+    """The cases to test on a path."""
     if isa == ISAS_OF_ATTENTION[0]:
         return CASES
     return ELSEWHERE[:1] if differs_in_dot_alone(isa) else ELSEWHERE
@@ -131,7 +131,7 @@ def model(folder: Path, case: Case, isa: str, threads: int = 2, block_size: int 
 
 
 def load(folder: Path, case: Case, isa: str, threads: int = 2, block_size: int = 16) -> Steps:
-    """The same where its kernels may have to be compiled."""
+    """The same model if its kernels may have to be compiled."""
     path = folder / f"{case.id}.gguf"
     if not path.exists():
         write_tiny_gguf(

@@ -180,7 +180,7 @@ def test_a_wrong_verification_is_found(engines_of, fault, kind, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", GUESSERS)
 def test_every_guesser(engines_of, kind):
-    """Mixes with each alone, and as many with values in int8."""
+    """Mixes with each drafter alone, and the same number with an int8 KV cache."""
     plain, with_int8 = (
         run_mixes(1 + NUM_MIXES // 4, *engines_of("dense", kv_cache_dtype=dtype), kind)
         for dtype in ("auto", "int8")
@@ -192,7 +192,7 @@ def test_every_guesser(engines_of, kind):
 
 
 def test_a_layer_for_further_tokens(folder):
-    """It is right where the likeliest token is taken, and mostly wrong elsewhere."""
+    """The layer's drafts are right for greedy tokens, and mostly wrong otherwise."""
     path = folder / "next-token.gguf"
     write_tiny_gguf(path, vocab=VOCAB, tied=False, next_token=True, passes_on=True, **DELTAS)
     mixed = load(path, threads=2, speculative_config=MTP)
@@ -207,7 +207,7 @@ def test_a_layer_for_further_tokens(folder):
     ],
 )
 def test_a_draft_model(folder, num_mixes, least):
-    """It has the same weights in 32 bits, so that it is often right, and not always."""
+    """The draft model has the same weights in 32 bits, so its drafts are often right."""
     path = write_tiny_gguf(folder / "eight.gguf", vocab=VOCAB, tensor_type="Q8_0")
     writer = write_tiny_gguf(folder / "writer.gguf", vocab=VOCAB, tensor_type="F32")
     tally = run_mixes(num_mixes, *engines(path), None, load(writer, threads=1))

@@ -175,7 +175,7 @@ def test_what_cannot_rerank(folder, model, tmp_path):
 
 
 def test_an_embedding_model_says_what_it_is(model, tmp_path):
-    """Its folder has no `model.` in its names; its last token ends each text; it needs no task."""
+    """The folder's names have no `model.`; its last token ends each text; it needs no task."""
     tokenizer = qwen_tokenizer(appends_end=True)
     folder = save_folder(tmp_path / "embedding", tokenizer)
     model.model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""How steps divide among requests, on a machine whose times are known."""
+"""Division of steps among requests, on a machine with known step times."""
 
 import random
 
@@ -215,7 +215,7 @@ def test_alone_nothing_is_other_tenants_work():
 
 
 class Guesser:
-    """Guesses that the same tokens follow, and takes half a second for it."""
+    """Drafts the same tokens again, and takes half a second for it."""
 
     def __init__(self, machine, **drafts):
         self.machine = machine

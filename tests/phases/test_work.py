@@ -101,7 +101,7 @@ def test_a_windowed_decode_step_by_hand():
 
 
 def test_a_windowed_chunk_by_hand():
-    """Rows 90 .. 109: ten still see everything, ten see 100 tokens, from token 10 on."""
+    """Of the rows 90 to 109, ten attend to all tokens, and ten to 100 tokens, from token 10 on."""
     cost = rows_cost(WINDOWED, 90, 20, 0)
     whole = sum(range(91, 111))
     near = sum(range(91, 101)) + 10 * 100

@@ -46,7 +46,7 @@ def test_greedy_sees_bias_and_penalties():
 
 
 class OnlyAfter:
-    """Allows token `len(output)`, and says what it was given."""
+    """Allows only token `len(output)`, and records its inputs."""
 
     def restrict(self, logits, output_token_ids):
         self.given = logits

@@ -92,7 +92,7 @@ def test_it_is_the_largest_that_fits(num_tokens, limit, start, remaining, block_
 
 
 def test_a_long_prompt_keeps_decodes_within_the_slo():
-    """The automatic chunk: as many tokens a step as leave the decodes in time."""
+    """The automatic chunk has as many tokens per step as the decodes' SLO allows."""
     scheduler = make_scheduler(
         times=Times(row=1e-3, step=5e-3), pace=Pace(0.02), max_num_batched_tokens=64
     )

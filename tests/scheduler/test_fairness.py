@@ -1,4 +1,4 @@
-"""Tenants share by work: in the cost model's time, on a scheduler alone."""
+"""Tenants share by work, in the cost model's time, on a scheduler without an engine."""
 
 import random
 from collections import Counter
@@ -33,7 +33,7 @@ def shared_scheduler(**settings):
 
 
 class Load:
-    """Tenants' requests for a scheduler, and what work was done for whom when."""
+    """Tenants' requests for a scheduler, and a record of the work done for each tenant."""
 
     def __init__(self, scheduler, choose):
         self.scheduler = scheduler
@@ -86,7 +86,7 @@ TENANTS = st.tuples(
 
 
 def let_in(prompt, output):
-    """Seconds of work that one step may begin for a tenant, all of it admitted at once."""
+    """Seconds of work that one step may begin for a tenant, all admitted at once."""
     return min(64, 512 / prompt) * output * TIMES.row
 
 
@@ -249,7 +249,7 @@ def test_a_weight_that_gives_no_share_is_refused(weight):
 
 
 def test_steps_are_short_once_a_second_tenant_was_there():
-    """Its next request may come during any step, and has to wait for that step's end."""
+    """Its next request may arrive during any step, and waits for that step's end."""
     load = Load(shared_scheduler(), random.Random(0))
     load.ask("a", 4000, 1)
     assert TIMES.seconds(load.step().work) > 7 * SLO

@@ -57,7 +57,7 @@ def test_a_stream_keeps_its_pace_and_three_long_prompts_lose_at_most_15_percent(
 
 
 def test_a_pace_of_a_busy_start_is_soon_forgotten():
-    """Decode steps alone show it: what prefill costs may be learned later."""
+    """Decode steps suffice to show it; the cost of prefill may be learned later."""
     model = CostModel([STEP, ROW, ROW, 1e-6, 1e-9, 1e-9, 1e-6, 1e-9, 1e-9])
     decode = StepWork.of_decodes(1, 256)
     chunk = StepWork.of_chunk(0, 256, False)

@@ -15,7 +15,7 @@ from twinphase.scheduler.pace import Pace
 
 
 def crowd(policy="fcfs", priorities=(0, 0, 0), caching=True):
-    """Three requests that together will need twelve blocks, of which there are nine."""
+    """Three requests that together need twelve blocks, but there are only nine."""
     scheduler = make_scheduler(num_blocks=9, policy=policy, enable_prefix_caching=caching)
     requests = {}
     for name, priority in zip("abc", priorities, strict=True):

@@ -18,7 +18,7 @@ PAGE = "https://page.example"  # a page that may ask from a browser
 
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory):
-    """A random model with a long context: its answers never end by themselves, and mean nothing."""
+    """A random model with a long context; its answers never end by themselves."""
     return write_tiny_gguf(
         tmp_path_factory.mktemp("model") / "tiny.gguf",
         tensor_type="Q4_0",
@@ -60,7 +60,7 @@ def start(tmp_path_factory, tiny_path, servers_cache):
 
 @pytest.fixture(scope="session")
 def server(start):
-    """One for all tests that leave it as it was."""
+    """A server shared by all tests that do not change it."""
     with start() as running:
         yield running
 
@@ -74,7 +74,7 @@ def client(server):
 
 @pytest.fixture(scope="session")
 def model(server):
-    """The name that it serves its model by."""
+    """The name of its model."""
     return server.model
 
 
@@ -97,14 +97,14 @@ def words(llm):
 
 @pytest.fixture(scope="session")
 def replicas(start):
-    """Two engines, which do what one does."""
+    """Two engines, which must behave like one."""
     with start("--replicas", "2", "--threads-per-worker", "1", "--max-num-seqs", "8") as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def shared(start):
-    """One with keys, the last of which no test sends a request with."""
+    """A server with keys; no test sends a request with the last one."""
     with start("--api-key", "alice", "--api-key", "bob", "--api-key", "newcomer") as running:
         yield running
 
@@ -151,7 +151,7 @@ def smol(start):
 
 @pytest.fixture(scope="session")
 def served(start):
-    """One with a live page that two keys look at; no test changes it for the next one."""
+    """A server whose live page two keys watch; each test leaves it unchanged."""
     with start(*(f"--api-key={key}" for key in KEYS), *FLAGS) as running:
         yield running
 

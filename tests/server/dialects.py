@@ -1,4 +1,4 @@
-"""The same request in each of the three APIs, and the same things read from each one's answers."""
+"""The same request in each of the three APIs, and the parsed answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATHS = {OPENAI: "/v1/chat/completions", ANTHROPIC: "/v1/messages", OLLAMA: "/ap
 
 
 def dialect_of(path: str) -> str:
-    """Whose shape the errors of a route have."""
+    """The dialect of a route's errors."""
     if path.startswith("/api/"):
         return OLLAMA
     return ANTHROPIC if path.startswith("/v1/messages") else OPENAI
@@ -25,7 +25,7 @@ def dialect_of(path: str) -> str:
 
 @dataclass(frozen=True)
 class Said:
-    """What an answer, or the events of one, said."""
+    """The content of an answer, or of a stream's events."""
 
     text: str = ""
     reasoning: str = ""
@@ -101,7 +101,7 @@ def parts(client: socket.socket) -> Iterator[Any]:
 
 
 def message(dialect: str, body: Any) -> str:
-    """Of an error, which has to have the dialect's shape."""
+    """The message of an error, which must have the dialect's shape."""
     if dialect == OLLAMA:
         assert body.keys() == {"error"}
         return str(body["error"])
@@ -115,7 +115,7 @@ def message(dialect: str, body: Any) -> str:
 
 
 def whole(dialect: str, body: Any) -> Said:
-    """Of an answer in one body."""
+    """The content of an answer in one body."""
     if dialect == OPENAI:
         (choice,) = body["choices"]
         usage = body["usage"]

@@ -1,4 +1,4 @@
-"""Heads that do not come to their end; heads in pieces; answers that nobody takes."""
+"""Heads that do not end; heads in pieces; answers that the client does not read."""
 
 import asyncio
 from contextlib import suppress
@@ -87,7 +87,7 @@ def test_a_head_that_comes_at_once_has_the_same_limit(size, status):
 
 
 async def read_answer(client):
-    """Its head and its body may come apart."""
+    """Read an answer, whose head and body may arrive separately."""
     data = b""
     while not data.endswith(b"\r\n\r\nok"):
         assert (piece := await client.read(1000))

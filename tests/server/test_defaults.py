@@ -1,4 +1,4 @@
-"""What holds where a request leaves a field out, in every dialect."""
+"""The defaults of missing fields, in every dialect."""
 
 from functools import partial
 from types import SimpleNamespace

@@ -48,7 +48,7 @@ OTHERS = [ANTHROPIC, OLLAMA]
 
 
 def answers(server, dialect, *, path=None, **fields):
-    """What the whole answer and the streamed one say."""
+    """The content of the complete answer and of the streamed one."""
     path = path or PATHS[dialect]
     status, body = server.post(path, ask(dialect, server.model, **fields))
     assert status == 200, body

@@ -1,4 +1,4 @@
-"""By which names a server may be called, and from which pages: raw requests, and a browser."""
+"""The names that a server accepts, and the pages that may call it: raw requests and a browser."""
 
 import json
 import threading

@@ -43,7 +43,7 @@ def slow(start, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def strict(start):
-    """A server of little patience."""
+    """A server with short timeouts."""
     flags = ("--slow-reader-timeout", "1.5", "--body-timeout", "1", "--max-body-bytes", "100000")
     with start(*flags) as server:
         yield server

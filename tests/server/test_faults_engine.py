@@ -307,7 +307,7 @@ def test_an_engine_that_stands_still_is_started_again(start):
 
 
 class FakeHost:
-    """Of an engine's process: counts how often it was killed."""
+    """Replaces an engine's process, and counts how often it was killed."""
 
     text = SimpleNamespace()
     num_killed = num_restarts = 0

@@ -1,4 +1,4 @@
-"""What must not leak between users or into the server: keys, caches, code, addresses."""
+"""Isolation between users and from the server: keys, caches, code, addresses."""
 
 import ast
 import inspect
@@ -25,7 +25,7 @@ def prompt(first):
 
 
 def ask(server, who, first, **fields):
-    """(cached tokens, why not more, id) of a prompt."""
+    """(cached tokens, reason for a miss, id) of a prompt."""
     status, body = server.post(PATH, {**PROBE, "prompt": prompt(first), **fields}, **who)
     assert status == 200, body
     return (

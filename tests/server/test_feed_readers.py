@@ -28,7 +28,7 @@ from twinphase.server.live.view import MAX_WAITING_BYTES, OTHERS
 
 
 class Engine:
-    """As much of an `AsyncEngine` as the feed asks for."""
+    """The parts of an `AsyncEngine` that the feed uses."""
 
     def __init__(self):
         self.records = {}
@@ -103,7 +103,7 @@ class Rig:
 
 
 async def read(page, rig):
-    """Everything that there is for a reader now, as events."""
+    """All events that are available for a reader now."""
     data = b""
     while page._position is None or page._position < page.view.last:
         data += await page.next()

@@ -68,7 +68,7 @@ def finish(metrics, timeline, reason=FinishReason.STOP, num_output_tokens=3):
 
 
 def read(metrics):
-    """Value by (name, the labels beside the model's name)."""
+    """Values by (name, labels except the model's name)."""
     values = {}
     for family in parse(metrics.expose(None)[0].decode()):
         for sample in family.samples:

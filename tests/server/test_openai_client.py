@@ -38,12 +38,12 @@ def plain(value):
 
 
 def joined(chunks):
-    """A streamed reply in the shape of a whole one."""
+    """A streamed reply in the shape of a complete one."""
     return whole(dialects.joined(OPENAI, [plain(chunk) for chunk in chunks]))
 
 
 def whole(reply):
-    """What the tests compare of a reply's answers, and its usage."""
+    """The compared parts of a reply's answers, and its usage."""
     reply = plain(reply)
     choices = []
     for choice in reply["choices"]:

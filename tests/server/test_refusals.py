@@ -1,4 +1,4 @@
-"""What is refused, by every route that writes text: each row a body's fields, and what is said."""
+"""Requests that text routes refuse: each row has a body's fields and the expected message."""
 
 import re
 

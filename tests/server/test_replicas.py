@@ -70,7 +70,7 @@ def test_a_worker_dies_in_the_middle_of_a_stream_and_its_reader_sees_the_same_te
 def test_while_the_decode_pool_stands_still_no_more_is_let_in_than_it_has_seats_and_nothing_is_lost(
     start,
 ):
-    """The prefill worker could go on: what it reads would have to be kept somewhere."""
+    """The prefill worker could continue, but the KV of its prompts would need a place."""
     bodies = [
         {**PROBE, "prompt": [[10 + (number * i) % 300 for i in range(200)]]} for number in range(7)
     ]
@@ -188,7 +188,7 @@ def test_status_of_nobody_is_one_line(capsys):
 
 @pytest.mark.slow
 def test_kills_and_changes_of_roles_leave_no_descriptor_and_no_memory(start):
-    """Six of each: both processes hold what they held before."""
+    """Six of each: afterwards both processes hold the same resources as before."""
     flags = ("--prefill-workers", "2", "--decode-workers", "2", "--elastic-roles")
     flags += ("--threads-per-worker", "1", "--num-kv-blocks", "256", "--kept-timelines", "8")
     with start(*flags) as running:

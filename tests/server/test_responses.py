@@ -38,7 +38,7 @@ class Pick(BaseModel):
 
 
 def chat(server, messages, **fields):
-    """What the chat of these messages says, and its tokens."""
+    """The chat answer to these messages, and its tokens."""
     asked = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, **fields, "messages": messages}
     status, body = server.post(CHAT, asked)
     assert status == 200, body
@@ -46,7 +46,7 @@ def chat(server, messages, **fields):
 
 
 def output(response):
-    """Of a response, without what is its own: ids and times."""
+    """A response without its ids and times."""
     return [
         {key: value for key, value in item.items() if key not in ("id", "call_id")}
         for item in json.loads(response.model_dump_json())["output"]
@@ -54,7 +54,7 @@ def output(response):
 
 
 def streamed(client, **fields):
-    """The response at a stream's end, once its events have been found to say the same."""
+    """The response at a stream's end, after checking that the events have the same content."""
     seen = []
     text = {}
     arguments = {}
@@ -80,7 +80,7 @@ def streamed(client, **fields):
 
 
 def both(client, **fields):
-    """The whole response, which is the streamed one."""
+    """The complete response, after checking that the streamed one is equal."""
     whole = client.responses.create(**fields)
     stream = streamed(client, **fields)
     assert output(whole) == output(stream) and whole.status == stream.status

@@ -1,4 +1,4 @@
-"""A server with a certificate, and the commands that ask it."""
+"""A server with a certificate, and commands that connect to it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def trace(seed, count=60, mean_gap=0.05):
 
 
 def state(simulation):
-    """What came of a simulation, and what is left in it."""
+    """The results of a simulation, and its remaining state."""
     workers = []
     for worker in simulation.workers.values():
         scheduler = worker.scheduler

@@ -1,4 +1,4 @@
-"""A fleet in the cost model's time: against times by hand, and what routing is for."""
+"""A simulated fleet compared with hand-computed times, and the benefit of routing."""
 
 import random
 

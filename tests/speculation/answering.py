@@ -1,4 +1,4 @@
-"""What an engine answers to a few prompts at once, and how many drafts were right."""
+"""An engine's answers to a few prompts at once, and its number of accepted drafts."""
 
 from __future__ import annotations
 

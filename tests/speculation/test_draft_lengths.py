@@ -38,7 +38,7 @@ class Times:
 
 
 class Known(Acceptance):
-    """Chances by hand."""
+    """Given acceptance probabilities."""
 
     def __init__(self, chances):
         super().__init__()
@@ -124,7 +124,7 @@ def test_acceptance_follows_what_is_seen():
 
 
 class Fixed:
-    """Proposes the same to everybody."""
+    """Proposes the same draft for every request."""
 
     def __init__(self, token_ids, match=5):
         self.token_ids = token_ids

@@ -90,7 +90,7 @@ def test_drafts_follow_the_known_tokens():
 
 
 def test_only_what_it_has_not_seen_is_computed():
-    """After accepted drafts the last one and the next token; else the token that replaced it."""
+    """After accepted drafts, the last one and the next token; otherwise the replacing token."""
     model, counter = draft_model()
     one = request("a", [1, 2, 3, 4, 5], 6)
     assert model.num_missing(one) == 6
@@ -185,7 +185,7 @@ def test_what_others_computed_is_found_again_and_salts_stay_apart():
 
 
 def test_only_right_tokens_can_be_found():
-    """A block that drafts filled is nobody's until the request has said the same."""
+    """Blocks filled by drafts cannot be found before the request has output the same tokens."""
     model, counter = draft_model(k=7)
     first = request("a", [1, 2, 3], 4)
     model.draft([first])

@@ -1,4 +1,4 @@
-"""How far a draft model writes, and that its failures are its own."""
+"""The number of tokens from a draft model, and isolation of its failures."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Model:
         return {name: [7] * limit for name, limit in limits.items() if limit}
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
-        """Nothing is kept."""
+        """Do nothing: this model keeps no state."""
 
     def forget(self, request: Request) -> None:
         self.forgotten.append(request.request_id)

@@ -294,7 +294,7 @@ class TestEagle3:
         check()
 
     def test_behind_a_prefix_hit_it_goes_on(self, tmp_path, target):
-        """Positions are the target's, whatever was not computed."""
+        """Positions are the target's, even if earlier tokens were not computed."""
         tensors = eagle3_tensors()
         heads = opened(write_heads(tmp_path, EAGLE3, tensors), target)
         rows = [
@@ -318,7 +318,7 @@ class TestEagle3:
 
 
 class TestKeptRows:
-    """What the backends keep for readers."""
+    """Hidden states that backends keep for readers."""
 
     def test_no_bit_of_the_logits_changes(self, target):
         tokens = np.arange(40, dtype=np.int32)

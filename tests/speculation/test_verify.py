@@ -89,7 +89,7 @@ def test_the_window_ends_where_the_output_does(params, expected):
 
 
 class FailsAfter:
-    """A constraint that cannot go on after so many tokens."""
+    """A constraint that fails after a number of tokens."""
 
     def __init__(self, count):
         self.count = count

@@ -1,4 +1,4 @@
-"""What stands in for a missing chat template, beside the formats that the model cards give."""
+"""Templates for models without one, compared with the formats in the model cards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prompt to fill in the middle: by metadata, by names in the vocabulary, and not at all."""
+"""The fill-in-the-middle prompt: by metadata, by names in the vocabulary, or unavailable."""
 
 from types import SimpleNamespace
 

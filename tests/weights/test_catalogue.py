@@ -1,4 +1,4 @@
-"""The catalogue: whole, unambiguous, and honest about what was not tried."""
+"""The catalogue is complete and unambiguous, and marks models that were not tried."""
 
 from __future__ import annotations
 

@@ -317,8 +317,8 @@ def test_no_right_and_no_space_where_it_is_written(tmp_path, monkeypatch):
     assert list_models() == []
     for code, match in (
         (errno.ENOSPC, "No disk space"),
-        (errno.EACCES, "No right"),
-        (errno.EROFS, "No right"),
+        (errno.EACCES, "No permission"),
+        (errno.EROFS, "No permission"),
     ):
         assert match in storage_error(OSError(code, "x"), tmp_path).cause
 

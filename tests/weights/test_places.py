@@ -228,8 +228,8 @@ def test_what_ollama_keeps_may_be_damaged(store, tmp_path):
     }
     adapter = {"mediaType": "application/vnd.ollama.image.adapter"}
     cases: list[tuple[dict[str, object], type[TwinphaseError], str]] = [
-        ({"size": 3}, CheckpointError, "not whole"),
-        ({"digest": "sha256:" + "0" * 64}, CheckpointError, "not whole"),
+        ({"size": 3}, CheckpointError, "incomplete"),
+        ({"digest": "sha256:" + "0" * 64}, CheckpointError, "incomplete"),
         ({"digest": "sha256:../../etc/passwd"}, CheckpointError, "names no file"),
         ({"layers": 3}, CheckpointError, "lists no layers"),
         ({"layers": [3]}, CheckpointError, "lists no layers"),

@@ -23,7 +23,7 @@ class ClusterConfig:
 
     replicas: int | None = setting(
         None,
-        "Engines on this machine, each a process of its own.",
+        "Number of engines on this machine, each in its own process.",
         minimum=1,
         maximum=256,
         default_text="1, or none where --worker names others",
@@ -88,7 +88,7 @@ class ClusterConfig:
         check_settings(self)
         if (self.prefill_workers is None) != (self.decode_workers is None):
             raise InvalidRequestError(
-                "--prefill-workers needs --decode-workers, and the other way round.", "Give both."
+                "--prefill-workers needs --decode-workers, and vice versa.", "Give both."
             )
         if self.prefill_workers and (
             self.replicas or self.workers or (self.cluster_listen and not self.ray_address)

@@ -270,10 +270,10 @@ def get_json(url: str, api_key: str | None) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError, OSError) as error:
         raise TwinphaseError(
-            f"What answers at {url} does not speak this protocol: {error}.", CHECK_URL
+            f"The reply of the server at {url} cannot be read: {error}.", CHECK_URL
         ) from None
     if not isinstance(found, dict):
-        raise TwinphaseError(f"What answers at {url} did not send a JSON object.", CHECK_URL)
+        raise TwinphaseError(f"The server at {url} did not send a JSON object.", CHECK_URL)
     return found
 
 
@@ -286,11 +286,11 @@ def _tls_problem(url: str, reason: object) -> TwinphaseError | None:
             fix = "Give --url with a name that the certificate has."
         return TwinphaseError(f"The certificate of {url} is not trusted: {why}.", fix)
     if isinstance(reason, ssl.SSLError):
-        cause = f"What answers at {url} does not speak TLS, or another kind: {reason.reason}."
+        cause = f"The server at {url} does not speak TLS, or uses another version: {reason.reason}."
         return TwinphaseError(cause, "Give --url with http:// if the server has no certificate.")
     closed = isinstance(reason, (http.client.RemoteDisconnected, ConnectionResetError))
     if closed and url.startswith("http:"):
-        cause = f"What listens at {url} closed the connection without an answer."
+        cause = f"The server at {url} closed the connection without a reply."
         return TwinphaseError(cause, "If it has a certificate, give --url with https://.")
     return None
 

@@ -55,7 +55,7 @@ def _objects(reply: dict[str, Any], name: str, base: str) -> list[dict[str, Any]
 
     found = reply.get(name)
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise TwinphaseError(f"What answers at {base} has no list of {name}.", CHECK_URL)
+        raise TwinphaseError(f"The server at {base} has no list of {name}.", CHECK_URL)
     return found
 
 

@@ -98,7 +98,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if near
         else "none: every layer attends to the whole context",
     )
-    tied = "is the embedding" if layers["tied"] else "has weights of its own"
+    tied = "is the embedding" if layers["tied"] else "has its own weights"
     yield "head", f"{layers['vocab_size']:,} logits; it {tied}"
     yield from _tokenizer(facts)
     if "problem" not in facts:

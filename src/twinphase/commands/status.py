@@ -49,7 +49,7 @@ def status(
         return
     workers = found.get("workers")
     if not isinstance(workers, list) or not all(isinstance(one, Mapping) for one in workers):
-        raise TwinphaseError(f"What answers at {url} has no list of workers.", CHECK_URL)
+        raise TwinphaseError(f"The server at {url} has no list of workers.", CHECK_URL)
     print("\n".join([*table([COLUMNS, *map(_row, workers)]), "", *map(ceilings, workers)]))
 
 

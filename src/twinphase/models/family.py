@@ -192,7 +192,7 @@ def mamba2(config: Config, values: int, **differences: Any) -> Mamba2:
     """
     if config.flag("mamba_proj_bias", False) or not config.flag("mamba_conv_bias", True):
         raise UnsupportedModelError(
-            f"{config.name} has other biases in its layers of Mamba-2 than usual "
+            f"{config.name} has unusual biases in its Mamba-2 layers "
             "(mamba_proj_bias, mamba_conv_bias).",
             FIX,
         )

@@ -59,10 +59,7 @@ IGNORED_PARAMETERS = {"api-version", "beta"}
 NOSNIFF = (b"x-content-type-options", b"nosniff")
 METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
 FORM = b"application/x-www-form-urlencoded"
-UNREADABLE = (
-    "The body is not JSON that can be read. Send UTF-8, not so deeply nested, without "
-    "numbers that long."
-)
+UNREADABLE = "The body is not readable JSON. Send UTF-8, with less nesting and shorter numbers."
 EMBEDDINGS: Documented = {200: {"content": OBJECT}, **ERRORS}
 HEALTH: Documented = {503: {"content": OBJECT, "description": "Not now"}, **ERRORS}
 EXPOSED = [

@@ -184,7 +184,7 @@ class ServerConfig(GenerationDefaults):
             )
         if bool(self.ssl_cert_reqs) != (self.ssl_ca_certs is not None):
             raise InvalidRequestError(
-                "--ssl-ca-certs and --ssl-cert-reqs are of use together only.", "Give both."
+                "--ssl-ca-certs and --ssl-cert-reqs require each other.", "Give both."
             )
         for key in self.keys:
             if not key or not key.isascii() or not key.isprintable() or key != key.strip():

@@ -112,7 +112,7 @@ def canonical_tensors(
         final = translated(plain)
         if final in found:
             raise CheckpointError(
-                f"Two tensors mean {final}; one of them is {name}.", "Fetch the model again."
+                f"Two tensors are named {final}; one of them is {name}.", "Fetch the model again."
             )
         if final.endswith(_CONVOLUTIONS) and len(source.shape) == 3 and source.shape[1] == 1:
             source = replace(source, shape=(source.shape[0], source.shape[2]))

@@ -68,7 +68,7 @@ def _names(store: Path) -> list[str]:
 
 
 def _model_file(store: Path, manifest: Path, name: str) -> Path:
-    text = read_limited(manifest, _MAX_MANIFEST_BYTES, "Check its rights.")
+    text = read_limited(manifest, _MAX_MANIFEST_BYTES, "Check its permissions.")
     content = strict_json(text, f"Ollama's manifest of {name}", _PULL)
     layers = content.get("layers")
     if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
@@ -90,5 +90,5 @@ def _model_file(store: Path, manifest: Path, name: str) -> Path:
     path = store / "blobs" / f"sha256-{digest[1]}"
     size = models[0].get("size")
     if not path.is_file() or path.stat().st_size != size:
-        raise CheckpointError(f"Ollama's file of {name} is not whole: {path}.", _PULL)
+        raise CheckpointError(f"Ollama's file of {name} is incomplete: {path}.", _PULL)
     return path

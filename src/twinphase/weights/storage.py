@@ -131,7 +131,7 @@ def map_file(path: Path, min_bytes: int, too_short: str) -> tuple[mmap.mmap, os.
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"{path} cannot be read: {reason}.", "Check the file and its rights."
+            f"{path} cannot be read: {reason}.", "Check the file and its permissions."
         ) from None
 
 
@@ -189,5 +189,5 @@ def storage_error(error: OSError, path: Path) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"No disk space left at {path}.", f"Free some space there, or: {fix}")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return StorageError(f"No right to write at {path}.", fix)
+        return StorageError(f"No permission to write at {path}.", fix)
     return StorageError(f"Could not write at {path}: {error.strerror or error}.", fix)

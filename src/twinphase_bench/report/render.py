@@ -82,7 +82,7 @@ def _write(path: Path, data: bytes) -> None:
 def _check_names(names: list[str]) -> None:
     for number, name in enumerate(names):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-            raise ValueError(f"plot name {name!r} is no file name")
+            raise ValueError(f"plot name {name!r} is not a valid file name")
         if name.lower() in (other.lower() for other in names[:number]):
             raise ValueError(f"two plots are named {name!r}")
 

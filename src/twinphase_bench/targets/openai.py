@@ -338,7 +338,7 @@ class OpenAITarget(LoadTarget):
 def _check_key(reply: Reply) -> None:
     if reply.status in (401, 403):
         raise InvalidRequestError(
-            "The server wants an API key.", "Give --api-key, or set OPENAI_API_KEY."
+            "The server requires an API key.", "Give --api-key, or set OPENAI_API_KEY."
         )
 
 

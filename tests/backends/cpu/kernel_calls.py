@@ -39,7 +39,7 @@ _HALVES = {
 
 
 def formats_on(isa: str) -> Collection[str]:
-    """The formats that are tried on a path.
+    """The formats to test on a path; few if a path with matrix tiles shares the code of another.
 
     Few where the kernels of a path with matrix tiles have the same code for fewer rows.
     """
@@ -48,7 +48,7 @@ def formats_on(isa: str) -> Collection[str]:
 
 
 def per_isa_and(names_on: Callable[[str], Collection[str]]) -> pytest.MarkDecorator:
-    """Each path with its formats; all but the path that users get are long proofs."""
+    """Each path with its formats; all but the default path are marked slow."""
     return pytest.mark.parametrize(
         ("name", "isa"),
         [
@@ -81,7 +81,7 @@ def _loaded(isa: str) -> dict[str, int]:
 
 
 def kernel(isa: str, spec: str) -> int:
-    """Address of a kernel; all of a path compile together, the first time."""
+    """The address of a kernel; the first call compiles all kernels of its path."""
     return _loaded(isa)[spec]
 
 

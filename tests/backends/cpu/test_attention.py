@@ -1,4 +1,4 @@
-"""Attention of the cpu backend beside the reference's float32, without a model around them."""
+"""Attention of the cpu backend compared with the reference's float32, without a model."""
 
 from __future__ import annotations
 
@@ -132,13 +132,13 @@ def cpu_attention(folder: Path, heads: Heads, isa: str, dtype: str) -> Attention
 
 @cache
 def compiled(folder: Path, isa: str) -> None:
-    """The kernels of all shapes and caches are there."""
+    """Compile the kernels of all shapes and cache types."""
     every = [partial(cpu_attention, folder, heads, isa, dtype) for heads, dtype in shapes_on(isa)]
     compile_together(isa, every)
 
 
 def sequences(seed: int) -> list[Piece]:
-    """A sequence of every context length, in shuffled blocks that are nobody else's."""
+    """A sequence of every context length, in shuffled blocks that no other sequence uses."""
     rng = np.random.default_rng(seed)
     blocks = rng.permutation(BLOCKS).astype(np.int32)
     pieces = []
@@ -151,7 +151,7 @@ def sequences(seed: int) -> list[Piece]:
 
 
 def assert_close(actual: F32, expected: F32) -> None:
-    """Row by row, so that one wrong row does not hide among the others."""
+    """Compare row by row, so that one wrong row does not hide among the others."""
     errors = np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert errors.max() < TOLERANCE, (
         f"row {errors.argmax()}: {errors.max():.4f}, mean {errors.mean():.4f}"
@@ -194,7 +194,7 @@ def test_both_phases_in_a_step(folder, isa):
 
 @per_isa_and_shape
 def test_few_rows_of_a_sequence(folder, heads, isa, dtype):
-    """As verifying drafts has them: beside the reference, which says the same of each row alone."""
+    """Several rows of a sequence, as in verifying drafts, equal the reference's single rows."""
     cpu, reference = pair(folder, heads, isa, dtype)
     pieces = [piece for piece in sequences(2) if len(piece.tokens) >= 127]
     for piece in pieces:

@@ -146,7 +146,7 @@ def test_peaks_and_bandwidth_count_the_work_of_one_thread():
 
 
 class Scripted(Ceiling):
-    """A ceiling whose rounds are given; the last is repeated for ever."""
+    """A ceiling with given rounds; the last one repeats forever."""
 
     def __init__(self, *rates: float) -> None:
         super().__init__(lambda thread, repeats, readings: None, 1.0)

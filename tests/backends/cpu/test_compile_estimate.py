@@ -1,4 +1,4 @@
-"""The time left that the bar of compiling shows, on recorded runs: it hardly ever rises."""
+"""The remaining time that the progress bar of compiling shows rarely rises, on recorded runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECORDED: dict[str, dict[str, Any]] = json.loads(DATA.read_text())
 
 
 def times_left(isa: str, shares: list[dict[str, float]]) -> Iterator[tuple[float, float | None]]:
-    """What is known 20 times a second, as the compiler looks."""
+    """The estimates at 20 readings per second, as in the compiler."""
     estimate = CompileEstimate(isa, [list(share) for share in shares])
     ends = {spec: end for share in shares for spec, end in share.items()}
     for step in range(int(max(ends.values()) * 20)):
@@ -46,7 +46,7 @@ def test_the_time_left_never_rises_by_more_than_15_percent(name):
 
 
 def test_a_count_of_kernels_would_not_do():
-    """Without the weights the same recording fails: what was slow comes first."""
+    """The same recording fails without the weights, because the slow kernels come first."""
     shares = RECORDED["qwen2.5"]["shares"]
     ends = [end for share in shares for end in share.values()]
     now = min(ends)

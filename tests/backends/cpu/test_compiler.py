@@ -38,7 +38,7 @@ def compiled(tmp_path_factory) -> dict[str, bytes]:
 
 @pytest.fixture
 def folder(compiled, tmp_path) -> Path:
-    """A folder of sound object files."""
+    """A folder of valid object files."""
     for name, content in compiled.items():
         (tmp_path / name).write_bytes(content)
     return tmp_path
@@ -46,7 +46,7 @@ def folder(compiled, tmp_path) -> Path:
 
 @pytest.fixture
 def started(monkeypatch) -> list[list[str]]:
-    """Path and kernel of each compiling process that would have been started; none is."""
+    """Path and kernel of each compile process that would have been started; none is started."""
     commands: list[list[str]] = []
 
     def start(command: list[str], **options: object) -> Mock:

@@ -36,7 +36,7 @@ def bundle(objects) -> Bundle:
 
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch):
-    """What is known of bundles is computed once per process; here it is computed each time."""
+    """Facts about bundles, computed once per process, are computed at each call here."""
     for name in ("_usable_bundle", "kernel_digest", "_base_key"):
         monkeypatch.setattr(compiler, name, getattr(compiler, name).__wrapped__)
 
@@ -94,7 +94,7 @@ def test_the_versions_that_compiled_a_bundle_decide_its_bits(bundle, shipped):
 
 
 def test_a_bundle_has_every_kernel_and_the_attention_of_known_models():
-    """Shapes as `estimate` knows them; a GGUF file's pairs of Llama lie side by side."""
+    """Shapes as `estimate` knows them; in a GGUF file, Llama's pairs are adjacent."""
     spec = importlib.util.spec_from_file_location("build_kernels", BUILDER)
     builder = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = builder

@@ -1,4 +1,4 @@
-"""The memory of a step: how attention's KV tiles are shared out, and that memory stays modest."""
+"""The memory of a step: the division of attention's KV tiles, and a modest memory size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from twinphase.blueprint import KVShape
 def attention_work(
     seqs: int, positions: int, kv_heads: int = 3, threads: int = 2, dtype: str = "auto"
 ) -> AttentionWork:
-    """For a model of 3 query heads on each KV head."""
+    """Attention work of a model with 3 query heads per KV head."""
     limits = Limits(1024, min(seqs, 1024), positions, threads, dtype)
     return AttentionWork("tokens", KVShape(kv_heads, 64), 3 * kv_heads, limits)
 
@@ -158,7 +158,7 @@ def check_plan(
 
 
 def test_prefixes_are_shared_where_it_pays():
-    """The grouping that saves most, and only where every thread finds work in it."""
+    """The grouping with the largest saving is chosen, but only if every thread gets work."""
     tables = np.arange(7 * 24).reshape(7, 24)
     tables[:6, :8] = tables[0, :8]
     tables[3:5, :23] = tables[3, :23]
@@ -236,7 +236,7 @@ def test_units_of_a_decode_step_follow_those_of_the_last_one(monkeypatch):
 
 
 def test_units_of_rows_that_nobody_decodes():
-    """Chunks of a prompt have no rows of logits until its end."""
+    """Chunks of a prompt have no rows of logits before its end."""
     units = attention_work(8, 8192).units(True)
     for context in (32, 64):
         step = replace(step_of([context], [32]), logit_rows=np.empty(0, np.int32))

@@ -126,7 +126,7 @@ def test_every_tile_once_and_in_order(
 
 
 class Chain:
-    """quantize, linear, quantize, linear: each reads what the one before wrote."""
+    """quantize, linear, quantize, linear: each reads the result of the one before."""
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -178,7 +178,7 @@ class Chain:
         pool.load([Command(fn, tiles, True, args) for fn, args, tiles in self.calls])
 
     def _set_rows(self, rows: int, per_tile: int) -> None:
-        """The next step's counts; what it should write is spoilt first."""
+        """Set the next step's counts, and first overwrite the output."""
         self.counts[:] = (
             rows,
             per_tile,
@@ -236,7 +236,7 @@ def test_with_a_busy_competitor(make_pool):
 
 @pytest.mark.skipif(not HAS_FUTEX, reason="lends processors on Linux only")
 def test_a_thread_put_aside_inside_a_tile_gets_the_processor_of_one_that_waits(make_pool):
-    """One that sleeps looks alike; where the threads may run stays as it was."""
+    """A sleeping thread looks alike; the threads' affinity must not change."""
     pool = make_pool(2, **SLEEPY)
     began = threading.Event()
     guests = []

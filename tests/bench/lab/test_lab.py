@@ -37,7 +37,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def known_ceilings():
-    """Measuring the ceilings has tests of its own; nothing is kept on this machine."""
+    """Ceilings are given, since measuring them has its own tests; nothing is stored."""
     ceilings = Ceilings(
         "a processor", 2, "generic", ((2**20, 4e10), (2**30, 4e10)), 1e12, 2e11, None
     )

@@ -1,4 +1,4 @@
-"""What is told of a load: verdicts, tables, metrics."""
+"""The report of a load: verdicts, tables, metrics."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_every_figure_of_a_load_is_right_within_a_millisecond(stub):
 
 
 def test_figures_of_recorded_replies_are_exact():
-    """No clock is in it: given moments have one right answer each."""
+    """No clock is involved: given times have exactly one right result."""
 
     def recorded(sent, after, tokens, ended):
         moments = [sent + seconds for seconds in itertools.accumulate(after)]
@@ -212,7 +212,7 @@ def test_connecting_late_is_told_from_asking_late(stub):
 @pytest.mark.parametrize("arrivals", [Paced(500, even=True), Closed(2)])
 @pytest.mark.parametrize("step", ["send", "read"])
 def test_one_exception_loses_one_request(stub, arrivals, step):
-    """Of a target that raises though it should not, or of a reply that cannot be read."""
+    """The target raises by mistake, or its reply cannot be parsed."""
 
     target = opened(stub) if step == "read" else Instant()
     original = getattr(target, step)
@@ -230,7 +230,7 @@ def test_one_exception_loses_one_request(stub, arrivals, step):
 
 
 def test_too_few_files_are_the_fault_of_the_client(stub):
-    """EMFILE is this process's: nothing is said of the server, and the run is void."""
+    """EMFILE is an error of this process: the server is not blamed, and the run is void."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = len(os.listdir("/proc/self/fd")) + 80
     scripts = [{"first": 0.8}] * 100

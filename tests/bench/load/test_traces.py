@@ -123,7 +123,7 @@ def test_sharegpt(tmp_path):
 
 
 def test_questions_for_a_model_in_this_process(tmp_path):
-    """With its tokenizer they are what they are; without one, lengths only, and that is told."""
+    """With a tokenizer the questions are kept; without one only their lengths are, as reported."""
     path = write(tmp_path, "sharegpt")
     letters = Sizing(vocab_size=300, encode=lambda text: [ord(letter) for letter in text])
     first = trace_workload(path, letters).requests[0]

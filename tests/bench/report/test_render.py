@@ -207,7 +207,7 @@ def test_markdown_can_be_pasted():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        *(([name], "no file name") for name in ("../x", "", "a/b", ".hidden", "x" * 101)),
+        *(([name], "not a valid file name") for name in ("../x", "", "a/b", ".hidden", "x" * 101)),
         (["x", "X"], "two plots"),
     ],
 )

@@ -31,13 +31,13 @@ def swept(target=None, **options):
 
 @pytest.fixture(scope="module")
 def usual():
-    """A sweep of a machine like most."""
+    """A sweep of a typical machine."""
     return swept()
 
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Others use the cores that the fixture's list says, its last entry for ever."""
+    """Other programs use the numbers of cores in the fixture's list; the last one repeats."""
     cores = [0.0]
 
     class Watch:
@@ -74,7 +74,7 @@ def test_every_context_has_places_enough_and_each_once(context, quick):
 
 
 def test_sweeps_of_other_lengths_share_places():
-    """So that engines of other paces can be compared."""
+    """This allows comparing engines of different speeds."""
     one, other = ({(p.phase, p.length, p.batch) for p in plan_for(n).places} for n in (8192, 3000))
     assert len(one & other) >= 0.6 * len(other)
     quick = {(p.phase, p.length, p.batch) for p in plan_for(8192, quick=True).places}

@@ -1,4 +1,4 @@
-"""What servers say of their own time, beside what the client saw of the same requests."""
+"""Servers' own latencies compared with the client's, for the same requests."""
 
 import pytest
 

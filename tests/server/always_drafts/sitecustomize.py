@@ -1,4 +1,4 @@
-"""On the path of a server, it has every guess drafted, whether or not that pays on this machine."""
+"""On the path of a server, this makes it verify every draft, whether or not that pays."""
 
 from typing import Any
 

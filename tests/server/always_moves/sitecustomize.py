@@ -1,4 +1,4 @@
-"""On a server's path: every prompt goes to the prefill pool, whether or not that pays."""
+"""On the path of a server, this sends every prompt to the prefill pool."""
 
 from typing import Any
 

@@ -83,9 +83,9 @@ def open_draft_model(model: str, target: Checkpoint, quantization: str) -> Check
     checkpoint = open_model(path, quantization=quantization if path.is_dir() else "none")
     if read_blueprint(checkpoint).recurrent_layers:
         raise InvalidRequestError(
-            f"{path.name} cannot be a draft model: it has recurrent layers, whose state does "
-            "not go back where a draft is rejected.",
-            "Use a draft model whose layers all attend.",
+            f"{path.name} cannot be a draft model: it has recurrent layers, whose state "
+            "cannot be restored after a rejected draft.",
+            "Use a draft model with attention in all layers.",
         )
     difference = first_difference(
         Tokenizer.from_checkpoint(target), Tokenizer.from_checkpoint(checkpoint)

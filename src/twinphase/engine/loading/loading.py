@@ -89,8 +89,8 @@ class LoadedEngine:
         task = task_of(self.checkpoint, config)
         if task != "generate":
             raise InvalidRequestError(
-                f"{self.checkpoint.path.name} would be loaded to {task}, which is not what this "
-                "does.",
+                f"{self.checkpoint.path.name} would be loaded to {task}, but only models that "
+                "generate text can be loaded here.",
                 USE[task],
             )
         b = self.blueprint = read_blueprint(self.checkpoint, config.max_model_len)

@@ -127,7 +127,7 @@ def _ffn_widths(config: Config, layers: int, shared: int) -> tuple[int, ...]:
     if isinstance(config.fields.get("intermediate_size"), list):
         widths = config.sequence("intermediate_size", layers) or []
         if not all(type(width) is int and width > 0 for width in widths):
-            raise CheckpointError(f"{config.name} has widths that are no numbers.", FIX)
+            raise CheckpointError(f"{config.name} has widths that are not numbers.", FIX)
         return tuple(widths)
     width = config.integer("intermediate_size", None if config.is_gguf else 9216)
     times = 1 + config.flag("use_double_wide_mlp", False)

@@ -35,7 +35,7 @@ class Kept:
         ids = [item["id"] for item in items]
         if after is not None and after not in ids:
             raise InvalidRequestError(
-                f"after is {after[:80]!r}, which is no item of this response.", "Leave it out."
+                f"after is {after[:80]!r}, which is not an item of this response.", "Leave it out."
             )
         first = ids.index(after) + 1 if after is not None else 0
         data = items[first : first + limit]
