@@ -16,9 +16,7 @@ from twinphase.chat.wrapping import UNWRAPPED, WrappedOutput
 from twinphase.phases.hardware import Ceilings, hint_is_due, save_ceilings
 from twinphase.phases.report import PhaseReport, phase_report
 
-if (
-    TYPE_CHECKING
-):  # the engine's imports are cli.py's business: it does them when nothing else is left to check
+if TYPE_CHECKING:  # cli.py imports the engine once all other checks have passed.
     from twinphase.config import EngineConfig
     from twinphase.engine.frontends.checks import Prompt
     from twinphase.engine.frontends.llm import LLM

@@ -128,7 +128,7 @@ def is_model_name(text: str) -> bool:
         OSError,
         ValueError,
         RuntimeError,
-    ):  # too long, a NUL, or no such user
+    ):  # The path is too long, contains a NUL, or names an unknown user.
         return False
     if len(text.split()) != 1 or len(text) > _MAX_NAME:
         return False

@@ -107,7 +107,7 @@ def _attended(start: int, count: int, window: int | None) -> tuple[int, int, int
     contexts = count * start + count * (count + 1) // 2
     if not window:
         return contexts, stop, 0, 0
-    rising = max(0, min(stop, window) - start)  # rows that still see everything
+    rising = max(0, min(stop, window) - start)  # These rows still attend to all tokens.
     near = rising * start + rising * (rising + 1) // 2 + (count - rising) * window
     return contexts, stop, near, min(stop, window + count - 1)
 
@@ -143,14 +143,16 @@ class ScheduledRequest:
     block_ids: list[int]
     samples: bool
     sampling_params: SamplingParams
-    prompt_token_ids: list[int] = field(repr=False, default_factory=list)  # penalties look at both
+    # Penalties use both lists.
+    prompt_token_ids: list[int] = field(repr=False, default_factory=list)
     output_token_ids: list[int] = field(repr=False, default_factory=list)
-    most_computed_tokens: int = 0  # computed before a preemption: what lies below is recomputed
+    # Number of tokens computed before a preemption, which are now recomputed.
+    most_computed_tokens: int = 0
     constraint: Constraint | None = field(repr=False, default=None)
-    num_cached_tokens: int = 0  # of the prompt
+    num_cached_tokens: int = 0  # Number of cached prompt tokens.
     num_drafts: int = 0
     tenant: str = ""
-    state: StateStep | None = None  # of a model with recurrent layers
+    state: StateStep | None = None  # State slots, in a model with recurrent layers.
     # Slots where the state is left, by the position that it then stands at.
     snapshots: Mapping[int, int] = field(default_factory=dict)
 

@@ -62,9 +62,10 @@ class Experts:
         renormalize: whether the weights of the chosen are divided by their sum; if not, they are
             the scores.
         bias: whether router and experts have biases.
-        scores: of the router's logits: their softmax over all experts, or the sigmoid of each.
-        choice_bias: whether a bias is added to each expert's score for the choice alone, not to
-            its weight (DeepSeek-AI, 2024, arXiv:2412.19437); only with sigmoids.
+        scores: function of the router's logits: the softmax over all experts, or the sigmoid of
+            each.
+        choice_bias: whether a bias is added to each expert's score for the choice alone, not to its
+            weight (DeepSeek-AI, 2024, arXiv:2412.19437); only with sigmoids.
         scale: multiplies the weights; only with sigmoids.
         shared_size: width of an expert that every token goes through; 0 is none.
         shared_gate: whether its result is multiplied by the sigmoid of a gate.
@@ -114,13 +115,14 @@ class ShortConv:
 class MatrixStates:
     """A recurrence whose state is a matrix [key_dim, value_dim] of each value head.
 
-    Its rows of keys, queries and values go through a convolution and SiLU first, so the last
-    `taps` - 1 inputs of it belong to a sequence's state too.
+    Its rows of keys, queries and values go through a convolution and SiLU first, so the last `taps`
+    - 1 inputs of it belong to a sequence's state too.
 
     Attributes:
         taps: positions that a row's convolution sees, its own included.
-        key_heads, key_dim: of queries and keys.
-        value_heads, value_dim: of values; several value heads may share a key head.
+        key_heads, key_dim: number and dimensions of the heads of queries and keys.
+        value_heads, value_dim: number and dimensions of the heads of values; several may share a
+            key head.
         log_decay: whether decays are stored as log(-A); else as A.
         tiled: whether value head h reads key head h % key_heads; else those that share one lie side
             by side.
@@ -198,10 +200,11 @@ class Multipliers:
     of its input, and so one of the weights of the norm before it.
 
     Attributes:
-        attn_norm, ffn_norm: of the weights of the norm before each half.
-        values, keys, queries: of the weights of a state space's convolution.
-        steps: of the weights of the projection to a state space's steps.
-        attention, states, ffn: of what attention, a recurrence and the feed-forward layer add.
+        attn_norm, ffn_norm: multipliers of the norm weights before each half.
+        values, keys, queries: multipliers of the weights of a state space's convolution.
+        steps: multiplier of the projection to a state space's steps.
+        attention, states, ffn: multipliers of the outputs of attention, a recurrence and the
+            feed-forward layer.
     """
 
     attn_norm: float = 1.0
@@ -248,7 +251,7 @@ class Share:
     """What one rank of several (tensor parallelism) computes of a model.
 
     Attributes:
-        rank, ranks: which of how many.
+        rank, ranks: index of this rank, and number of ranks.
         whole: the blueprint of the model.
         heads: of each layer, columns of attention's result, those of this rank's query heads.
         keys: columns of keys, of layers that have `num_kv_heads`.
@@ -276,11 +279,11 @@ class Blueprint:
     """A decoder. The defaults are Llama's (Touvron et al., 2023).
 
     Attributes:
-        architecture: by GGUF's name.
+        architecture: GGUF's name of the architecture.
         ffn_size: width of the feed-forward layer; of one expert, where all layers have experts.
         context_length: tokens of the longest sequence that the model was made for.
         norm_eps: epsilon of every RMSNorm.
-        ropes: of each layer; None where it rotates nothing.
+        ropes: RoPE of each layer; None for a layer without RoPE.
         windows: of each layer, how many tokens a token attends to at most, itself included; None is
             all.
         tied: whether the output head is the embedding.
@@ -322,7 +325,7 @@ class Blueprint:
         ffn_sizes: width of the feed-forward layer of each layer, where they differ.
         layer_embedding_size: width of the embedding that each layer adds; 0 for none.
         layer_scales: whether each layer's result is multiplied by a number of its own.
-        multipliers: of a model under muP.
+        multipliers: multipliers of a model trained with muP.
         share: what this rank computes of the model, where there are several; heads are then those
             of this rank.
     """

@@ -1,7 +1,7 @@
 """Every error twinphase raises on purpose, each with the HTTP status and the exit code it maps to.
 
-An error says what was wrong and what to do about it, in one line each. Not for programming errors:
-those stay ordinary Python exceptions, so that a bug never looks like bad input.
+An error says what was wrong and what to do about it, in one line each. Programming errors stay
+ordinary Python exceptions, so that a bug never looks like bad input.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def rank_places(ranks: int) -> list[Place]:
             cores = usable & cpu_list((folder / "cpulist").read_text())
         except (OSError, ValueError):
             continue
-        if cores:  # some nodes are only memory, and some are not for this process
+        if cores:  # Some nodes have only memory, or are not available to this process.
             nodes.append((int(folder.name[4:]), cores))
     if len(nodes) < 2:
         return [Place((), usable)] * ranks

@@ -29,8 +29,8 @@ def live(title: str, stream: TextIO | None = None, *, percent: bool = False) -> 
     seconds of the last.
 
     Args:
-        title: what all of it is: "twinphase bench".
-        stream: where to write; stderr by default.
+        title: name of the whole task, such as "twinphase bench".
+        stream: output; by default stderr.
         percent: show the share that is done instead of the number of pieces.
     """
     stream = sys.stderr if stream is None else stream

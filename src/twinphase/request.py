@@ -183,7 +183,7 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.structured_outputs, dict):  # as the step log has it
+        if isinstance(self.structured_outputs, dict):  # The step log stores it as a mapping.
             object.__setattr__(
                 self, "structured_outputs", StructuredOutputsParams(**self.structured_outputs)
             )
@@ -206,7 +206,7 @@ class SamplingParams:
                 if not isinstance(text, str) or not text:
                     reject(name, text, "non-empty strings")
         for text in self.bad_words or ():
-            if not text.strip():  # vLLM's rule strips it to nothing
+            if not text.strip():  # vLLM's rule strips it to nothing.
                 reject("bad_words", text, "words that are not only white space")
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputsParams):
@@ -270,8 +270,8 @@ class RequestCounts:
         num_draft_tokens: guesses at its next tokens that were computed; `num_accepted_draft_tokens`
             were right.
         num_accepted_prediction_tokens, num_rejected_prediction_tokens: those of them from its
-        user's prediction.
-        draft_steps: of each step with guesses, how many were computed and how many were right.
+            user's prediction.
+        draft_steps: numbers of computed and accepted drafts in each step with drafts.
     """
 
     request_id: str = ""
@@ -346,11 +346,11 @@ class Request:
         order: place in the line of arrival, given by the scheduler.
         most_computed_tokens: the largest `num_computed_tokens` so far.
         state: its slots, while it runs, where the model has recurrent layers.
-        block_hashes: of its leading full blocks, as far as they were needed.
-        fresh: what is cached of its beginning is not to be believed, and is given up.
+        block_hashes: hashes of its leading full blocks, as far as they were needed.
+        fresh: whether its cached prefix is not trusted and must be discarded.
         constraint: what its tokens must obey; never shared with another request.
         prediction_token_ids: what its user expects it to say.
-        counts: what happened to the request so far; its front end shares them.
+        counts: counts of the request's events so far, shared with its front end.
     """
 
     request_id: str

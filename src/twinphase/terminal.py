@@ -101,7 +101,8 @@ def print_json(value: Any) -> None:
 
 def answers() -> Console:
     """Console for tables: stdout, as wide as its terminal, or wide enough for tables."""
-    from rich.console import Console  # here, because a run without tables shall not wait for it
+    # The import is here, so that a run without tables does not wait for it.
+    from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
 
@@ -146,7 +147,7 @@ class Bar:
         columns = shutil.get_terminal_size().columns - 1
         width = max(
             0, min(BAR_WIDTH, columns - len(self._title) - len(behind) - 2)
-        )  # the words matter more
+        )  # The text is more important.
         filled = int(width * done / total)
         text = f"{self._title} {'━' * filled}{'─' * (width - filled)} {behind}"
         _write("\r\x1b[K" + paint(text[:columns], DIM))

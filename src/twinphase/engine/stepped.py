@@ -102,7 +102,7 @@ class Stepped:
     Attributes:
         engine: the engine.
         observer: sees every request and step; may be replaced between two steps.
-        records: of the steps since `clear`, oldest first.
+        records: records of the steps since `clear`, oldest first.
         walls: duration of each `step()` call in seconds, including the bookkeeping after its record
             ends; `walls[i]` belongs to `records[i]`.
     """

@@ -55,7 +55,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         record: the engine continues it, and sends it back in the last `RequestUpdate`.
         sampling_params: for this engine; a cluster may ask it for less than the whole answer.
-        prediction_token_ids: what the user expects the answer to be.
+        prediction_token_ids: the answer that the user expects.
         output_token_ids: output of an answer that another engine began; this engine continues it
             bit for bit.
         push_to: another engine that needs the prompt's KV blocks; answered by `Pushed` as well.

@@ -23,8 +23,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
         running, waiting: numbers of requests.
         kv_cache_usage: fraction of its blocks that requests hold.
         cached_blocks: blocks in its prefix cache, as far as a router knows.
-        prefill_share, decode_share: of the last seconds, the fraction that it computed in each
-            phase.
+        prefill_share, decode_share: fraction of the last seconds that it spent in each phase.
         prefill_seconds, decode_seconds: the same since the server started, in seconds.
         restarts: how often it was started again, or connected to again.
         transfers: requests whose KV blocks are on their way from it to another one.
@@ -35,8 +34,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
             moved.
         itl_slo_seconds: the gap between tokens that it keeps for running answers.
         chunk_tokens: prompt tokens that a step beside one decode has room for.
-        ceilings: measured limits of its machine: `read_bandwidth` (bytes per second,
-            of this model's weights), `int8_ops`, `float32_flops`, `bfloat16_flops` (per second).
+        ceilings: measured limits of its machine: `read_bandwidth` (bytes per second, of this
+            model's weights), `int8_ops`, `float32_flops`, `bfloat16_flops` (per second).
         ranks: its processes, if there are several (`--tensor-parallel-size`).
         first_token_mismatches: answers that it began, for which another worker computed a different
             first token.
