@@ -174,7 +174,7 @@ def test_vectors_are_those_of_one_rank(folder):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("ranks", "options", "num_mixes"),
-    [(2, {}, 3), pytest.param(3, {"kv_cache_dtype": "int8"}, 4, marks=pytest.mark.slow)],
+    [(2, {}, 3), pytest.param(3, {"kv_cache_dtype": "int8"}, 2, marks=pytest.mark.slow)],
 )
 def test_mixes(folder, ranks, options, num_mixes):
     """Random mixes, with the prefix cache and drafts, beside one rank."""
@@ -194,9 +194,9 @@ NEXT_TOKEN = {**DELTAS, "tied": False, "next_token": True, "passes_on": True}
     ("name", "layers", "ranks", "num_mixes"),
     [
         ("next-token", NEXT_TOKEN, 2, 1),
-        pytest.param("convolutions", {"convolutions": (0, 1, 3)}, 3, 4, marks=pytest.mark.slow),
-        pytest.param("spaces", {"spaces": (0, 1, 3)}, 3, 4, marks=pytest.mark.slow),
-        pytest.param("shared", {"shared_kv": 2, "window": 40}, 3, 4, marks=pytest.mark.slow),
+        pytest.param("convolutions", {"convolutions": (0, 1, 3)}, 3, 2, marks=pytest.mark.slow),
+        pytest.param("spaces", {"spaces": (0, 1, 3)}, 3, 2, marks=pytest.mark.slow),
+        pytest.param("shared", {"shared_kv": 2, "window": 40}, 3, 2, marks=pytest.mark.slow),
     ],
 )
 def test_mixes_of_hybrids(folder, name, layers, ranks, num_mixes):

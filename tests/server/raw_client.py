@@ -62,11 +62,16 @@ def tokens(body: Any) -> list[int]:
 
 
 def until(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
-    """Wait for something that the server tells only when asked; fails if it does not come."""
+    """Wait for something that the server tells only when asked; fails if it does not come.
+
+    It is asked less and less often: to ask takes the time of the processor that it waits for.
+    """
     deadline = time.monotonic() + seconds
+    pause = 0.005
     while not condition():
         assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.005)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.1)
 
 
 def connect(server: RunningServer, receive_buffer: int | None = None) -> socket.socket:

@@ -80,7 +80,7 @@ class RunningServer:
                 self.url = found[1]
             if self.url and self.get("/health/ready")[0] == 200:
                 return
-            time.sleep(0.02)
+            time.sleep(0.05)
         raise AssertionError(f"the server is not ready:\n{self.log.read_text()}")
 
     def get(self, path: str, **headers: str) -> tuple[int, Any]:

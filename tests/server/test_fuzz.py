@@ -58,6 +58,17 @@ def fuzzed(start):
         assert "Traceback" not in server.log.read_text()
 
 
+def each_body_once(document):
+    """Without the routes that read the same body as an earlier one does, with the same model."""
+    seen = set()
+    for path, operations in list(document["paths"].items()):
+        body = json.dumps(operations.get("post", {}).get("requestBody", path))
+        if body in seen:
+            del document["paths"][path]
+        seen.add(body)
+    return document
+
+
 def narrowed(document, ranges, request_id):
     """The document with names of what there is, and with ranges, without the endless stream."""
     del document["paths"]["/v1/engine/events"]
@@ -80,17 +91,20 @@ def narrowed(document, ranges, request_id):
 
 
 # What can be said of a value alone is in the document; that several go together is not. Values at
-# the ends of what a field takes, `coverage`, are those of the document as it is.
+# the ends of what a field takes, `coverage`, are those of the document as it is; they are thousands
+# of requests, so each body is covered at one of its routes, and the others are fuzzed.
 @pytest.mark.parametrize(
     "ranges, phases, unchecked",
     [
         ({}, "examples,coverage,fuzzing", "positive_data_acceptance"),
-        (RANGES, "fuzzing", "positive_data_acceptance,negative_data_rejection"),
+        (RANGES, "examples,fuzzing", "positive_data_acceptance,negative_data_rejection"),
     ],
 )
 def test_answers_are_as_the_openapi_document_says(fuzzed, tmp_path, ranges, phases, unchecked):
     _, answer = fuzzed.post("/v1/completions", {"prompt": "a"}, **KEY)
     document = narrowed(fuzzed.get("/openapi.json")[1], ranges, answer["id"])
+    if "coverage" in phases:
+        document = each_body_once(document)
     (tmp_path / "openapi.json").write_text(json.dumps(document))
     command = [
         Path(sys.executable).with_name("schemathesis"),
