@@ -46,7 +46,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 41_000,
-    "tests": 384_300,
+    "tests": 384_500,
     "twinphase": 18_100,
     "twinphase/backends": 111_100,
     "twinphase/cache": 6_000,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_300,
 }
-MAX_TOKENS = {"src": 509_800, "tests": 384_300, "benchmarks": 41_000}
+MAX_TOKENS = {"src": 509_800, "tests": 384_500, "benchmarks": 41_000}
 
 SKIPPED = {
     tokenize.COMMENT,
