@@ -89,6 +89,7 @@ ALWAYS = (
     ),
     # Nemotron-H 8B, Nemotron Nano 2.
     *(f"space_{what}:8:128:128:{width}:0" for what in ("gates", "scan") for width in (64, 80)),
+    "sample_rows",
     "cap_logits:0",
     "cap_logits:1",
 )

@@ -46,9 +46,9 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 41_000,
-    "tests": 384_500,
+    "tests": 386_100,
     "twinphase": 18_100,
-    "twinphase/backends": 111_100,
+    "twinphase/backends": 116_250,
     "twinphase/cache": 6_000,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 30_000,
@@ -58,7 +58,7 @@ BUDGET: dict[str, int] = {
     "twinphase/explain": 10_800,
     "twinphase/models": 23_200,
     "twinphase/phases": 12_200,
-    "twinphase/sampling": 9_200,
+    "twinphase/sampling": 9_300,
     "twinphase/scheduler": 6_600,
     "twinphase/server": 68_700,
     "twinphase/simulate": 15_900,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_300,
 }
-MAX_TOKENS = {"src": 509_800, "tests": 384_500, "benchmarks": 41_000}
+MAX_TOKENS = {"src": 515_100, "tests": 386_100, "benchmarks": 41_000}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -239,7 +239,18 @@ class SampledRows:
     sampling_seconds: float = 0.0
 
 
-class DeviceSampler(Protocol):
+class RowSampler(Protocol):
+    """Samples the rows of a step that is computed.
+
+    A backend without a `DeviceSampler` may have one as `row_sampler`, for the logits that it
+    returned last; otherwise NumPy samples from them.
+    """
+
+    def sample(self, plan: SamplingPlan) -> SampledRows:
+        """Sample from the last step's logits, as `sampling/` does on the host."""
+
+
+class DeviceSampler(RowSampler, Protocol):
     """Computes a step and samples its tokens on the device: only token ids come to the host."""
 
     def capture(
@@ -257,9 +268,6 @@ class DeviceSampler(Protocol):
 
     def launch(self, forward: Forward, inputs: StepInputs) -> None:
         """Begin to run `forward` on `inputs`; may return before it is done."""
-
-    def sample(self, plan: SamplingPlan) -> SampledRows:
-        """Sample from the logits of the step launched last, as `sampling/` does on the host."""
 
 
 class Operations(RecurrentOperations, Protocol):
@@ -436,7 +444,7 @@ class Backend(WeightLoader, Protocol):
 
     @property
     def device_sampler(self) -> DeviceSampler | None:
-        """Samples tokens on the device; None if tokens are sampled on the host."""
+        """Samples tokens on the device; None if `execute` brings the logits to the host."""
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
         """Make the KV cache; called once, after the weights and before the first step."""

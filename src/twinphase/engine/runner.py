@@ -12,7 +12,7 @@ from twinphase.batch import Batch, StepOutput
 from twinphase.cache.state_cache import ZERO_SLOT
 from twinphase.engine.inputs import build
 from twinphase.models.decoder import Decoder
-from twinphase.sampling.device_rows import DeviceRows
+from twinphase.sampling.device_rows import DeviceRows, is_worth_planning
 from twinphase.speculation.drafter import HiddenReader
 from twinphase.speculation.verify import sample
 
@@ -64,7 +64,13 @@ class Runner:
         if sampler is None:
             logits = self.backend.execute(self.model.forward, inputs)
             forward_end = perf_counter()
-            output = sample(logits, batch, self.eos_token_ids)
+            planner = getattr(self.backend, "row_sampler", None)
+            if planner is None or not is_worth_planning(batch):
+                output = sample(logits, batch, self.eos_token_ids)
+            else:
+                vocab_size = self.model.blueprint.vocab_size
+                planned = DeviceRows(planner, batch, vocab_size, self.eos_token_ids)
+                output = sample(planned, batch, self.eos_token_ids)
         else:
             sampler.launch(self.model.forward, inputs)
             rows = DeviceRows(sampler, batch, self.model.blueprint.vocab_size, self.eos_token_ids)

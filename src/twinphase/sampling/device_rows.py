@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.base import DeviceSampler, SamplingPlan
+from twinphase.backends.base import RowSampler, SamplingPlan
 from twinphase.batch import Batch, ScheduledRequest, TokenLogprobs
 from twinphase.sampling.logit_edits import NO_EDIT, OPERATIONS, Edit, logit_edits
 from twinphase.sampling.sampler import (
@@ -29,18 +29,34 @@ NOT_SCORED = -2
 SAMPLED_TOKEN = -1
 
 
+def is_worth_planning(batch: Batch) -> bool:
+    """Whether a row needs more than its largest logit, which the host finds without a plan.
+
+    That is the same token either way.
+    """
+    return any(
+        share.num_logits
+        and (
+            share.sampling_params.temperature >= GREEDY_BELOW
+            or share.sampling_params.logprobs is not None
+            or share.scored
+        )
+        for share in batch.scheduled
+    )
+
+
 class DeviceRows(Rows):
     """The rows of one step, sampled at once."""
 
     def __init__(
-        self, sampler: DeviceSampler, batch: Batch, vocab_size: int, eos_token_ids: Collection[int]
+        self, sampler: RowSampler, batch: Batch, vocab_size: int, eos_token_ids: Collection[int]
     ) -> None:
         """Sample the step that `sampler` launched last."""
         self._size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._count = sum(share.num_logits for share in batch.scheduled)
         self._errors: dict[int, BaseException] = {}
-        self._edits: list[list[Edit]] = [[NO_EDIT] for _ in OPERATIONS]
+        self._edits: list[list[Edit]] = [[] for _ in OPERATIONS]
         self._masks: dict[int, NDArray[np.uint8]] = {}
         self._scored = np.full(self._count, NOT_SCORED, np.int64)
         # temperature, min_p, top_k, top_p and the random number of each row
@@ -54,10 +70,7 @@ class DeviceRows(Rows):
         temperature, min_p, top_k, top_p, uniforms = self._values
         masks = np.array(list(self._masks.values()), np.uint8)
         plan = SamplingPlan(
-            edits=tuple(
-                (np.concatenate(ids), np.concatenate(operands))
-                for ids, operands in (zip(*edits, strict=True) for edits in self._edits)
-            ),
+            edits=tuple(map(_joined, self._edits)),
             masks=(
                 np.array(list(self._masks), np.int64),
                 masks.reshape(len(self._masks), -(-vocab_size // 8)),
@@ -109,11 +122,13 @@ class DeviceRows(Rows):
         if not share.samples:
             return
         drafts = share.token_ids[len(share.token_ids) - share.num_drafts :]
+        output: Sequence[int] = share.output_token_ids
         if params.logprobs is not None:
             self._scored[rows[len(scored) :]] = SAMPLED_TOKEN
             self._num_top = max(self._num_top, params.logprobs)
         for number, row in enumerate(rows[len(scored) :]):
-            output = [*share.output_token_ids, *drafts[:number]]
+            if number:
+                output = [*share.output_token_ids, *drafts[:number]]
             try:
                 self._edit(row, share, output)
                 if params.temperature >= GREEDY_BELOW:
@@ -138,6 +153,8 @@ class DeviceRows(Rows):
         self, row: int, share: ScheduledRequest, draft: int, num_output_tokens: int
     ) -> bool:
         """Whether the next row can be needed: the draft is allowed and does not end the output."""
+        if not 0 <= draft < self._size:  # A drafter with a larger vocabulary.
+            return False
         mask = self._masks.get(row)
         if mask is not None and not mask[draft // 8] >> draft % 8 & 1:
             return False
@@ -161,3 +178,11 @@ class DeviceRows(Rows):
         for planned, (ids, operands) in zip(self._edits, edits, strict=True):
             if len(ids):
                 planned.append((ids + row * self._size, operands))
+
+
+def _joined(edits: Sequence[Edit]) -> Edit:
+    """The edits of all rows as one."""
+    if not edits:
+        return NO_EDIT
+    ids, operands = zip(*edits, strict=True)
+    return np.concatenate(ids), np.concatenate(operands)

@@ -25,6 +25,7 @@ from twinphase.backends.cpu.operations import (
 from twinphase.backends.cpu.program import Buffer, Program
 from twinphase.backends.cpu.program_layout import TILE_BITS
 from twinphase.backends.cpu.recurrent import RecurrentOperations, StateMemory
+from twinphase.backends.cpu.sampling import RowSampler, scratch_bytes
 from twinphase.backends.cpu.stamps import StampedProgram
 from twinphase.backends.cpu.step import StepMemory
 from twinphase.backends.cpu.threads import Command, ThreadPool
@@ -69,6 +70,7 @@ class CpuBackend:
     block_multiple = kv_layout.CELL_TOKENS
     kv_cache_dtypes: tuple[str, ...] = kv_layout.KV_CACHE_DTYPES
     device_sampler = None
+    row_sampler: RowSampler | None = None
     group: Group | None = None
 
     def __init__(
@@ -155,7 +157,7 @@ class CpuBackend:
         step = StepMemory(spec, b, Limits(rows=1, runs=1, positions=1, threads=1))
         layers = [LayerCache(shape, [0, 0, 0], 1) for shape in spec.layers]
         cache = CacheAddresses(self.kv_cache_dtype, layers, 1)
-        kernels = RecordedKernels(["run_program", *loader.packs])
+        kernels = RecordedKernels(["run_program", "sample_rows", *loader.packs])
         with private_group(self.group, shared_bytes(b.whole, 1)) as group:
             program = Program(kernels, rows, group)
             operations = RecurrentOperations(program, b, self.isa, self.threads, step, cache)
@@ -404,7 +406,8 @@ class CpuBackend:
             for work in self._step.works.values()
         ]
         routing = 8 * b.experts.count if b.experts else 0
-        return max(*attention, routing, self._operations.scratch_bytes)
+        sampling = scratch_bytes(self._logits.shape[1])
+        return max(*attention, routing, sampling, self._operations.scratch_bytes)
 
     def _capture(self, forward: Forward) -> None:
         self._operations = RecurrentOperations(
@@ -416,6 +419,7 @@ class CpuBackend:
         self._outputs = logits.outputs
         self._logits = logits.array
         self._pool = ThreadPool(self._kernels["run_program"], self.threads, self._scratch_bytes())
+        self.row_sampler = RowSampler(self._program, logits, self._pool)
         self._pool.load(self._program.commands)
 
 

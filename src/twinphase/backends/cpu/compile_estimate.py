@@ -19,6 +19,7 @@ USUAL_SECONDS = {
     "pack": 0.12,
     "rope_kv_write": 0.4,
     "run_program": 1.9,
+    "sample_rows": 1.6,
     "route": 0.2,
     "route_sigmoid": 0.2,
     "sort_rows": 0.2,

@@ -58,6 +58,7 @@ KERNELS = {
         "ranks": ("copy_columns", "meet", "stamp"),
         "recurrence": ("multiply", "causal_conv", "keep_history"),
         "rope": ("rope_kv_write", "norm_columns"),
+        "sampling": ("sample_rows",),
         "scan": ("delta_scan", "space_scan"),
         "space": ("space_gates", "gate_norm"),
         "routing": ("route", "route_sigmoid", "sort_rows", "combine"),

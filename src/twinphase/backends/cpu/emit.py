@@ -20,6 +20,7 @@ from twinphase.backends.cpu.isa import Isa
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16 = ir.HalfType()
 F32 = ir.FloatType()
+F64 = ir.DoubleType()
 Value = Any  # an llvmlite value; the library is untyped
 # Minimax polynomials of 2^f on [-0.5, 0.5], highest power first; relative error below 3e-7 and
 # 1.1e-4.

@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from twinphase.backends.cpu.emit import F32, I32, I64, Emit, Value
+from twinphase.backends.cpu.emit import F32, F64, I32, I64, Emit, Value
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS
 
@@ -106,11 +106,13 @@ def _storer(element: ir.Type, argument: Any = types.int64) -> Any:
 load_u32 = _loader(I32)
 load_i64 = _loader(I64)
 load_f32 = _loader(F32, types.float32)
+load_f64 = _loader(F64, types.float64)
 
 # Numba-callable (address, value): integers lose their high bits.
 store_i32 = _storer(I32)
 store_i64 = _storer(I64)
 store_f32 = _storer(F32, types.float32)
+store_f64 = _storer(F64, types.float64)
 
 
 def tile_kernel(isa: Isa, write: Callable[..., None], starred: int = 0) -> Kernel:

@@ -51,6 +51,11 @@ class StepCells:
         for index, formula in enumerate(self._formulas):
             self._values[index] = formula(counts)
 
+    def only(self, address: int, tiles: int) -> None:
+        """Have commands whose tiles are counted at the address run next, and no others."""
+        self._values[:] = 0
+        self._values[(address - self._values.ctypes.data) // 8] = tiles
+
 
 def rows_in(counts: dict[str, int], rows: str) -> int:
     """How many rows there are of a kind such as "tokens" or "tokens*8"."""
