@@ -46,7 +46,7 @@ def quantized_linear(isa: Isa, format_name: str) -> Kernel:
 
 
 def quantized_experts(isa: Isa, format_name: str) -> Kernel:
-    """The same, each row by the weights of its expert; rows are sorted by expert.
+    """Multiply each row by the weights of its expert; rows are sorted by expert.
 
     See `_experts_kernel`.
     """
@@ -54,7 +54,7 @@ def quantized_experts(isa: Isa, format_name: str) -> Kernel:
 
 
 def dense_linear(isa: Isa, dtype: str) -> Kernel:
-    """The same on weights of F32, F16 or BF16, strips of [inputs][32 outputs]; x in float32.
+    """Multiply float32 rows by F32, F16 or BF16 weights, strips of [inputs][32 outputs].
 
     Arguments as above: groups is the number of inputs; scale, fsum and isum are not read. Where
     BF16 weights are multiplied in matrix tiles, x is bfloat16 and strips are as `dense_tiles.py`
@@ -66,7 +66,7 @@ def dense_linear(isa: Isa, dtype: str) -> Kernel:
 
 
 def dense_experts(isa: Isa, dtype: str) -> Kernel:
-    """The same for experts."""
+    """Multiply each row by the dense weights of its expert."""
     return _experts_kernel(_strips_kernel(isa, *_dense(isa, dtype)))
 
 
@@ -132,7 +132,7 @@ def dense_values(e: Emit, dtype: str, raw: Value) -> Value:
 
 
 def _dense(isa: Isa, dtype: str) -> tuple[Any, int, int]:
-    """The same for dense weights."""
+    """What emits a register tile of dense weights, bytes of an input's weights, and no header."""
     element, size = DENSE_ELEMENTS[dtype]
 
     def write(e: Emit, w: Weights, x: Inputs, totals: list[list[Any]]) -> None:

@@ -355,7 +355,7 @@ class WholePanelTile(_OnPanel, WholeTile):
 
 
 class WholePreparedTile(_OnPreparedRows, WholePanelTile):
-    """The same on a panel of whole numbers."""
+    """A register tile on a panel of whole numbers and on prepared rows."""
 
     def minima(self, record: Value, x: Inputs, g: Value) -> list[list[Value]]:
         pairs = self.factors(record, 1, 0)

@@ -33,7 +33,7 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, keys: str, values: str, key_dim: str, value_dim: str, tiled: str) -> Heads:
-        """From a kernel's name."""
+        """Parse the dimensions in a kernel's name."""
         return cls(int(keys), int(values), int(key_dim), int(value_dim), tiled == "1")
 
     @property
@@ -67,12 +67,12 @@ def dots(e: Emit, x: Value, y: Value, size: int) -> Value:
 
 
 def delta_scan(isa: Isa, *heads: str) -> Kernel:
-    """Of the gated delta rule (`_scan`)."""
+    """Scan of the gated delta rule (see `_scan`)."""
     return _scan(isa, Heads.of(*heads))
 
 
 def space_scan(isa: Isa, *heads: str) -> Kernel:
-    """Of a selective state space (`_scan`)."""
+    """Scan of a selective state space (see `_scan`)."""
     return _scan(isa, Heads.of(*heads)._replace(space=True))
 
 
