@@ -48,7 +48,7 @@ BUDGET: dict[str, int] = {
     "benchmarks": 41_000,
     "tests": 386_100,
     "twinphase": 18_100,
-    "twinphase/backends": 116_250,
+    "twinphase/backends": 116_200,
     "twinphase/cache": 6_000,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 30_000,

@@ -31,13 +31,14 @@ def test_ps_finds_the_only_server_and_stop_ends_it(start, twinphase, cache):
         assert "twinphase serve" in twinphase("ps").error()
 
 
-@pytest.mark.parametrize(("flags", "num_tokens"), [([], 400), (["--now"], 4000)])
+@pytest.mark.parametrize(("flags", "num_tokens"), [([], 2000), (["--now"], 4000)])
 def test_stop_lets_answers_finish_and_now_cuts_them(start, twinphase, cache, flags, num_tokens):
     with start(cache=cache) as running, ThreadPoolExecutor() as pool:
         body = {"prompt": "hello", "max_tokens": num_tokens, "ignore_eos": True}
         asked = pool.submit(running.post, "/v1/completions", body)
         phases = {}
         while not phases.get("decode"):
+            assert not asked.done(), "the answer ended before it was seen"
             phases = twinphase("ps", "--json").json()["requests"]
         assert phases == {"waiting": 0, "prefill": 0, "decode": 1}
         assert "has ended" in twinphase("stop", *flags).text()
