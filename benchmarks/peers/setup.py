@@ -10,6 +10,9 @@ PEERS_DIR=... python benchmarks/peers/setup.py ik --ik-source FOLDER   # ik_llam
 `llamacpp-avx2` is llama.cpp for AVX2 alone. They are made only when named. The compiler takes tens
 of minutes on two cores, most of them for flash attention of head sizes that few models have.
 
+GCC 12 builds an AMX path of llama.cpp that ends in its first step. On a processor with AMX, leave
+that path out with CFLAGS=-mno-amx-int8 CXXFLAGS=-mno-amx-int8 in the environment.
+
 Each engine gets a virtual environment of its own in PEERS_DIR, because their requirements
 contradict each other. What is there already is left alone, so that a broken run can be continued.
 Output of the tools goes to PEERS_DIR/logs. Versions are those that the index serves, except for
