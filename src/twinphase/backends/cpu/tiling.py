@@ -35,6 +35,7 @@ PLAN_INTS = 8
 SUM_PARTS = 4
 # Two, so that a single row still feeds two threads.
 GATE_TILES_PER_ROW = 2
+LOGIT_TILES_PER_ROW = 8
 # Sampling: groups of 32 logits in a block whose weights are added up; kinds of edits; int64 numbers
 # of a row's plan, of its result and of the step's record (`backends/cpu/sampling.py`), and values
 # of the token to score that are no token.
@@ -45,7 +46,6 @@ SAMPLED_INTS = 5
 RECORD_INTS = 11
 NOT_SCORED = -2
 SAMPLED_TOKEN = -1
-LOGIT_TILES_PER_ROW = 8
 
 
 def row_chunk(
