@@ -107,9 +107,9 @@ def twinphase(monkeypatch, capfd) -> Callable[..., Done]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keep what is imported and collected from the garbage collector, which finds nothing in it.
+    """Exclude imported modules and collected tests from garbage collection.
 
-    It would go through half a million objects again and again, half a second each time.
+    The collector would visit their half a million objects again and again, for half a second each.
     """
     gc.disable()
     try:

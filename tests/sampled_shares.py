@@ -18,7 +18,7 @@ from twinphase.speculation.verify import sample
 EOS = (2, 5)
 
 
-class Some:
+class ThirdAllowed:
     """A `Constraint` that allows a changing third of the vocabulary, and may fail after a while."""
 
     def __init__(self, fails: int = 99, spent: bool = False) -> None:
@@ -28,7 +28,8 @@ class Some:
     def restrict(self, logits: Any, output: Any) -> Any:
         if len(output) >= self.fails:
             raise ConstraintError("no more")
-        if self.spent:  # as a spent thinking budget: one token, whatever held it back
+        if self.spent:
+            # A spent thinking budget forces one token, even one that other edits forbid.
             return np.where(np.arange(len(logits)) == EOS[0], np.float32(0), np.float32(-np.inf))
         allowed = np.random.default_rng(sum(output)).random(len(logits)) < 1 / 3
         return np.where(allowed, logits, np.float32(-np.inf))
@@ -63,7 +64,8 @@ def shares_of(rng: np.random.Generator, logits: Any) -> list[ScheduledRequest]:
             thinking_token_budget=3,
         )
         constraint = rng.choice(
-            [None, Some(), Some(fails=8), Some(spent=True)], p=[0.6, 0.2, 0.1, 0.1]
+            [None, ThirdAllowed(), ThirdAllowed(fails=8), ThirdAllowed(spent=True)],
+            p=[0.6, 0.2, 0.1, 0.1],
         )
         name = str(row)
         if scored:

@@ -53,7 +53,7 @@ BUDGET: dict[str, int] = {
     "twinphase/chat": 3_200,
     "twinphase/cluster": 30_000,
     "twinphase/commands": 17_800,
-    "twinphase/engine": 40_400,
+    "twinphase/engine": 40_500,
     "twinphase/estimate": 4_700,
     "twinphase/explain": 10_800,
     "twinphase/models": 23_200,

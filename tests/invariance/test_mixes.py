@@ -91,7 +91,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def engines_of(folder) -> Callable[..., tuple[LoadedEngine, Alone]]:
-    """By a model's name. Many tests have the same requests, which are computed alone once."""
+    """Engines by model name; what a request gets alone is computed once for all tests."""
 
     @cache
     def made(model: str, **config: Any) -> tuple[LoadedEngine, Alone]:

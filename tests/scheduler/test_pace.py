@@ -100,7 +100,8 @@ def test_what_a_pace_brings_and_costs_is_what_the_scheduler_then_does():
             gap = max(gap, step)
         assert seconds == pytest.approx(pace.prompt_seconds, rel=0.01)
         assert gap == pytest.approx(pace.gap_seconds, rel=0.01)
-        assert slo is None or gap <= slo
+        # Only a chosen gap has no margin for prediction errors.
+        assert slo is None or gap * (1.0 if pace.chosen else 1.2) <= slo
 
 
 def test_a_target_out_of_reach_is_told_as_what_it_will_be():

@@ -64,7 +64,7 @@ def tokens(body: Any) -> list[int]:
 def until(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
     """Wait for something that the server tells only when asked; fails if it does not come.
 
-    It is asked less and less often: to ask takes the time of the processor that it waits for.
+    The pause between questions grows, since each one takes processor time from the server.
     """
     deadline = time.monotonic() + seconds
     pause = 0.005

@@ -59,7 +59,7 @@ def fuzzed(start):
 
 
 def each_body_once(document):
-    """Without the routes that read the same body as an earlier one does, with the same model."""
+    """The document without the routes whose body an earlier route takes too."""
     seen = set()
     for path, operations in list(document["paths"].items()):
         body = json.dumps(operations.get("post", {}).get("requestBody", path))

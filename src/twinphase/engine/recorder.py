@@ -115,5 +115,6 @@ class StepRecorder:
     def _learn(self, batch: Batch, seconds: float, gap: float, cpu_wait: float) -> None:
         self.cost_model.observe(batch.work, seconds, gap)
         if self.trace:
-            times = {"start": self._start, "drafting": self._drafting, "cpu_wait": cpu_wait}
-            self.trace.observe(seconds, gap, **times)
+            self.trace.observe(
+                seconds, gap, start=self._start, drafting=self._drafting, cpu_wait=cpu_wait
+            )

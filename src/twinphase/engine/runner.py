@@ -7,14 +7,15 @@ from time import perf_counter
 
 import numpy as np
 
-from twinphase.backends.base import Backend, StepInputs
+from twinphase.backends.base import Backend, RowSampler, StepInputs
 from twinphase.batch import Batch, StepOutput
 from twinphase.cache.state_cache import ZERO_SLOT
 from twinphase.engine.inputs import build
 from twinphase.models.decoder import Decoder
 from twinphase.sampling.device_rows import DeviceRows, is_worth_planning
+from twinphase.sampling.sampler import Rows
 from twinphase.speculation.drafter import HiddenReader
-from twinphase.speculation.verify import sample
+from twinphase.speculation.verify import F32, sample
 
 # The made-up row goes from the zero state to a slot that requests write before they read it.
 MADE_UP_STATE = np.array([[ZERO_SLOT, ZERO_SLOT + 1, 0, 1]], np.int32)
@@ -62,18 +63,15 @@ class Runner:
         sampler = getattr(self.backend, "device_sampler", None)
         start = perf_counter()
         if sampler is None:
-            logits = self.backend.execute(self.model.forward, inputs)
+            logits: F32 | Rows = self.backend.execute(self.model.forward, inputs)
             forward_end = perf_counter()
             planner = getattr(self.backend, "row_sampler", None)
-            if planner is None or not is_worth_planning(batch):
-                output = sample(logits, batch, self.eos_token_ids)
-            else:
-                vocab_size = self.model.blueprint.vocab_size
-                planned = DeviceRows(planner, batch, vocab_size, self.eos_token_ids)
-                output = sample(planned, batch, self.eos_token_ids)
+            if planner is not None and is_worth_planning(batch):
+                logits = self._planned(planner, batch)
+            output = sample(logits, batch, self.eos_token_ids)
         else:
             sampler.launch(self.model.forward, inputs)
-            rows = DeviceRows(sampler, batch, self.model.blueprint.vocab_size, self.eos_token_ids)
+            rows = self._planned(sampler, batch)
             output = sample(rows, batch, self.eos_token_ids)
             forward_end = start + rows.sampled.forward_seconds
             output.times.device = rows.sampled.forward_seconds + rows.sampled.sampling_seconds
@@ -83,3 +81,6 @@ class Runner:
         if self.reader is not None:
             self.reader.read(batch, output, self.backend.kept())
         return output
+
+    def _planned(self, sampler: RowSampler, batch: Batch) -> DeviceRows:
+        return DeviceRows(sampler, batch, self.model.blueprint.vocab_size, self.eos_token_ids)

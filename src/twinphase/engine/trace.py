@@ -139,11 +139,14 @@ class TraceWriter:
     def read_at_most(self, num_tokens: int | None) -> None:
         self._write("bound", {"num_tokens": num_tokens})
 
-    def observe(self, seconds: float, gap: float, **times: float) -> None:
-        """Log a step's seconds without drafting, the gap before it, and other `times` of the step.
+    def observe(
+        self, seconds: float, gap: float, *, start: float, drafting: float, cpu_wait: float
+    ) -> None:
+        """Log the seconds of a step: without drafting, the gap before it, and its other times.
 
         Python's floats read back the same.
         """
+        times = {"start": start, "drafting": drafting, "cpu_wait": cpu_wait}
         self._write("observe", {"seconds": seconds, "gap": gap, **times})
 
     def _write(self, event: str, values: dict[str, Any]) -> None:

@@ -30,9 +30,9 @@ SAMPLED_TOKEN = -1
 
 
 def is_worth_planning(batch: Batch) -> bool:
-    """Whether a row needs more than its largest logit, which the host finds without a plan.
+    """Whether any row needs more than its largest logit.
 
-    That is the same token either way.
+    The host finds the largest logit without a plan, and it is the same token either way.
     """
     return any(
         share.num_logits

@@ -55,8 +55,8 @@ class ChunkBudget:
                 blocks.
             is_shared: whether there are several tenants: a request of another tenant may arrive
                 during any step, and has to wait for the end of that step.
-            usual: the work that the pace's factor multiplies, if not all of the decodes: what
-                running requests are used to, without drafts, and without requests that begin.
+            usual: work that the pace's factor multiplies: the decodes without drafts and without
+                requests that decode for the first time. None is all of `decodes`.
         """
         self.num_tokens = num_tokens
         self._work = decodes

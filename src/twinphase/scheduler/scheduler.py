@@ -180,7 +180,7 @@ class Scheduler:
         seats_taken = len(preempted)
         decodes = schedule_decodes(self.running, self.kv_cache, preempt)
         tokens = max(0, self.config.max_num_batched_tokens - len(decodes))
-        # A request that decodes for the first time makes no running one wait longer.
+        # Requests that decode for the first time must not lengthen the gap of the others.
         earlier = [one for one in decodes if one.num_computed_tokens > len(one.prompt_token_ids)]
         usual = Batch(earlier or decodes, [], window=self._times.window).decode_work
         if drafts:  # Drafts take at most half of the rest, so that prompts make progress.

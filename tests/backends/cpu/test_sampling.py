@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from kernel_calls import per_isa
 
-from sampled_shares import EOS, Some, host, same_output, shares_of
+from sampled_shares import EOS, ThirdAllowed, host, same_output, shares_of
 from steps import ISAS_OF_LINEAR, USER_CACHE
 from twinphase.backends.base import SampledRows, SamplingPlan
 from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
 from twinphase.backends.cpu.isa import ISAS, choose_isa
 from twinphase.backends.cpu.program import Buffer, Program
-from twinphase.backends.cpu.sampling import RowSampler, scratch_bytes
+from twinphase.backends.cpu.sampling import CpuRowSampler, scratch_bytes
 from twinphase.backends.cpu.threads import ThreadPool
 from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput, TokenLogprobs
 from twinphase.request import SamplingParams
@@ -48,7 +48,7 @@ class Sampler:
         program = Program(kernels, {"tokens": ROWS, "logits": ROWS})
         self.logits = Buffer(program, "logits", width, outputs=vocab)
         self.pool = ThreadPool(kernels["run_program"], threads, scratch_bytes(width))
-        self.rows = RowSampler(program, self.logits, self.pool)
+        self.rows = CpuRowSampler(program, self.logits, self.pool)
         self.pool.load(program.commands)
 
     def sample(self, plan: SamplingPlan) -> SampledRows:
@@ -169,5 +169,5 @@ def test_exponentials_are_those_of_numpy(make_sampler):
 @per_isa
 def test_a_mask_without_other_edits(make_sampler, isa):
     logits = np.random.default_rng(4).standard_normal((1, VOCAB)).astype(np.float32)
-    shares = [replace(one(0, temperature=0.0), constraint=Some())]
+    shares = [replace(one(0, temperature=0.0), constraint=ThirdAllowed())]
     same_output(make_sampler(isa)(shares, logits), host(shares, logits))

@@ -175,9 +175,9 @@ class AttentionUnits:
     def _prefixes_differ(
         self, plan: Ints, tables: NDArray[np.integer[Any]], last: NDArray[np.integer[Any]]
     ) -> bool:
-        """Whether blocks of a sequence's whole KV tiles are others than in the last step.
+        """Whether the blocks of any sequence's whole KV tiles have changed since the last step.
 
-        They are when another request has taken the row of one that ended.
+        They change when another request takes the row of one that ended.
         """
         sequences = plan[:, 4]
         tokens = plan[:, 2] // TILE_TOKENS * TILE_TOKENS

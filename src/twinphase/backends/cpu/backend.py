@@ -25,7 +25,7 @@ from twinphase.backends.cpu.operations import (
 from twinphase.backends.cpu.program import Buffer, Program
 from twinphase.backends.cpu.program_layout import TILE_BITS
 from twinphase.backends.cpu.recurrent import RecurrentOperations, StateMemory
-from twinphase.backends.cpu.sampling import RowSampler, scratch_bytes
+from twinphase.backends.cpu.sampling import CpuRowSampler, scratch_bytes
 from twinphase.backends.cpu.stamps import StampedProgram
 from twinphase.backends.cpu.step import StepMemory
 from twinphase.backends.cpu.threads import Command, ThreadPool
@@ -70,7 +70,7 @@ class CpuBackend:
     block_multiple = kv_layout.CELL_TOKENS
     kv_cache_dtypes: tuple[str, ...] = kv_layout.KV_CACHE_DTYPES
     device_sampler = None
-    row_sampler: RowSampler | None = None
+    row_sampler: CpuRowSampler | None = None
     group: Group | None = None
 
     def __init__(
@@ -419,7 +419,7 @@ class CpuBackend:
         self._outputs = logits.outputs
         self._logits = logits.array
         self._pool = ThreadPool(self._kernels["run_program"], self.threads, self._scratch_bytes())
-        self.row_sampler = RowSampler(self._program, logits, self._pool)
+        self.row_sampler = CpuRowSampler(self._program, logits, self._pool)
         self._pool.load(self._program.commands)
 
 

@@ -272,7 +272,7 @@ def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
     _inline_without_copies()
     for option in isa.llvm_options:
         llvm.set_option("twinphase", option)
-    # Looking for garbage takes a fifteenth of the time; a kernel leaves some 10 MB of it.
+    # Garbage collection takes a fifteenth of the time; a kernel leaves about 10 MB of garbage.
     gc.disable()
     for number, spec in enumerate(specs):
         if number % 16 == 15:

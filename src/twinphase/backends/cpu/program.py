@@ -52,7 +52,7 @@ class StepCells:
             self._values[index] = formula(counts)
 
     def only(self, address: int, tiles: int) -> None:
-        """Have commands whose tiles are counted at the address run next, and no others."""
+        """Let the next step run only the commands whose number of tiles is at the address."""
         self._values[:] = 0
         self._values[(address - self._values.ctypes.data) // 8] = tiles
 

@@ -16,12 +16,11 @@ from twinphase.backends.cpu.threads import ThreadPool, aligned
 from twinphase.backends.cpu.tiling import (
     EDITS,
     GROUPS_PER_EDGE,
+    KEY_OF_INFINITY,
     PLANNED_INTS,
     RECORD_INTS,
     SAMPLED_INTS,
 )
-
-KEY_OF_INFINITY = 0x7F800000
 
 
 def scratch_bytes(width: int) -> int:
@@ -30,7 +29,7 @@ def scratch_bytes(width: int) -> int:
     return 5 * 4 * width + 4 * width // 32 + 128 + 8 * edges
 
 
-class RowSampler:
+class CpuRowSampler:
     """The command at the end of a program that samples its rows of logits."""
 
     def __init__(self, program: Program, logits: Buffer, pool: ThreadPool) -> None:
@@ -57,7 +56,6 @@ class RowSampler:
         program.add("sample_rows", self._tiles, args, [logits.floats.data], [])
 
     def sample(self, plan: SamplingPlan) -> SampledRows:
-        """See `RowSampler` of `backends/base.py`."""
         count = len(plan.temperature)
         logits = self._logits[:count]
         logits[:, self._outputs :] = -np.inf

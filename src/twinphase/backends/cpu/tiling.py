@@ -46,6 +46,8 @@ SAMPLED_INTS = 5
 RECORD_INTS = 11
 NOT_SCORED = -2
 SAMPLED_TOKEN = -1
+# The bits of an infinite float32, the largest key of a logit.
+KEY_OF_INFINITY = 0x7F800000
 
 
 def row_chunk(

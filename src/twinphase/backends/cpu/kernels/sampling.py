@@ -37,6 +37,7 @@ from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.tiling import (
     EDITS,
     GROUPS_PER_EDGE,
+    KEY_OF_INFINITY,
     NOT_SCORED,
     PLANNED_INTS,
     RECORD_INTS,
@@ -47,7 +48,6 @@ from twinphase.backends.cpu.tiling import (
 FLOATS = vector(F32, 32)
 INTS = vector(I32, 32)
 DOUBLES = vector(F64, 32)
-KEY_OF_INFINITY = 0x7F800000
 KEY_OF_NOTHING = 0x7FFFFFFF
 # The key of 4.0, the first guess at a border, and what doubles a number.
 FIRST_KEY = 0x40800000
