@@ -175,7 +175,7 @@ def write_log(path, num_tokens, *, seconds, gap):
             writer.step({}, batch, output)
             scheduler.commit(batch, output)
             costs.observe(batch.work, seconds, gap)
-            writer.observe(seconds, gap, start=now, drafting=0.0)
+            writer.observe(seconds, gap, start=now, drafting=0.0, cpu_wait=0.0)
             now += seconds + gap
     assert json.loads(path.read_text().splitlines()[0])["event"] == "header"
 
