@@ -4,6 +4,7 @@ from schedules import Machine, engine_request, machine_engine
 from twinphase.errors import ContextLengthError, InvalidRequestError, RequestNotFoundError
 from twinphase.outcome import FinishReason, RequestStatus
 from twinphase.request import Request, SamplingParams
+from twinphase.scheduler.pace import Pace
 
 
 @pytest.fixture
@@ -51,6 +52,35 @@ def test_a_request_lives(engine):
     ]
     error = engine.cost_model.error()
     assert error.steps == 4 and error.p95 < 1e-6, "it learns from every step"
+
+
+class Sevens:
+    """Drafts three tokens that are right for each request."""
+
+    def draft(self, requests):
+        return {request.request_id: [7] * 3 for request in requests}
+
+    def observe(self, batch, output):
+        pass
+
+    def forget(self, request):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("pace", "pauses"), [(Pace(2.0), True), (Pace(), False)], ids=["paced", "off"]
+)
+def test_a_drafter_rests_while_a_prompt_is_prefilled_at_a_pace(engine, pace, pauses):
+    engine.keep_pace(pace)
+    engine.drafter = Sevens()
+    engine.add_request(make_request("stream", prompt=(1, 2), max_tokens=40))
+    engine.step()
+    assert engine.step().batch.decodes[0].num_drafts == 3
+    engine.add_request(make_request("prompt", prompt=range(20), max_tokens=20))
+    while (batch := engine.step().batch).prefills:
+        assert (batch.decodes[0].num_drafts == 0) == pauses
+    assert [share.num_drafts for share in batch.decodes] == [3, 0]
+    run(engine)
 
 
 class TestFailures:

@@ -137,6 +137,53 @@ def test_a_margin_that_falls_after_the_choice_does_not_lengthen_the_gap():
     assert whole <= STEP_FACTOR * times.seconds(StepWork.of_decodes(1, 256))
 
 
+def prefill_beside_a_drafting_stream(times, pace):
+    """Seconds of each step until three long prompts are prefilled; no draft is accepted."""
+    scheduler = paced_scheduler(times, pace, max_num_seqs=4)
+    scheduler.add(make_request("stream", 256, max_tokens=10_000))
+    run_step(scheduler)
+    prompts = [make_request(f"p{i}", 3000, max_tokens=1) for i in range(3)]
+    for prompt in prompts:
+        scheduler.add(prompt)
+    steps = []
+    while any(prompt.finish_reason is None for prompt in prompts):
+        batch = scheduler.schedule({"stream": [8] * 12} if scheduler.takes_drafts else {})
+        steps.append(times.seconds(batch.work))
+        tokens = {share.request_id: [7] for share in batch.scheduled if share.samples}
+        scheduler.commit(batch, StepOutput(tokens))
+    return steps
+
+
+def test_prompts_beside_a_stream_that_drafts_lose_at_most_15_percent():
+    times = Times(ROW, STEP)
+    paced = prefill_beside_a_drafting_stream(times, make_pacing(times).choose())
+    uncut = prefill_beside_a_drafting_stream(times, Pace())
+    assert max(paced) <= SHORTEST_SLO_SECONDS
+    assert sum(paced) <= 1.15 * sum(uncut)
+
+
+def test_drafts_pause_only_while_the_pace_limits_prefill():
+    pace = make_pacing().choose()
+    scheduler = paced_scheduler(Times(ROW, STEP), pace, max_num_seqs=2)
+    stream = make_request("stream", 16, max_tokens=1000)
+    scheduler.add(stream)
+    run_step(scheduler)
+    assert scheduler.takes_drafts
+    prompt = make_request("prompt", 300, max_tokens=100)
+    scheduler.add(prompt)
+    while not prompt.output_token_ids:
+        assert not scheduler.takes_drafts
+        scheduler.pace = Pace()
+        assert scheduler.takes_drafts
+        scheduler.pace = pace
+        run_step(scheduler)
+    assert scheduler.takes_drafts
+    # A prompt that waits for a seat takes no rows of the next step.
+    scheduler.add(make_request("later", 300, max_tokens=1))
+    run_step(scheduler)
+    assert scheduler.takes_drafts
+
+
 def test_drafts_do_not_lengthen_the_gap():
     pacing = make_pacing()
     pace = pacing.choose()

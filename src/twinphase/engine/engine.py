@@ -175,9 +175,8 @@ class Engine:
     def _draft(self) -> dict[str, list[int]]:
         """Drafts for the requests that decode next, each cut at its first invalid token id."""
         assert self.drafter is not None
-        decoding = [
-            request for request in self.scheduler.running if phase_of(request) is Phase.DECODE
-        ]
+        running = self.scheduler.running if self.scheduler.takes_drafts else ()
+        decoding = [request for request in running if phase_of(request) is Phase.DECODE]
         drafts = self.drafter.draft(decoding) if decoding else {}
         tokens = range(self.vocab_size)
         found = {

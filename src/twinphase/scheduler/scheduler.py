@@ -21,7 +21,7 @@ from twinphase.scheduler.chunk import ChunkBudget, StepCost
 from twinphase.scheduler.decode import fit_drafts, schedule_decodes, with_drafts
 from twinphase.scheduler.fairness import FairQueue, work_by_tenant
 from twinphase.scheduler.pace import DECODE_CONTEXT_TOKENS, Pace
-from twinphase.scheduler.phase import give_tokens
+from twinphase.scheduler.phase import give_tokens, phase_of
 from twinphase.scheduler.policy import policy_key
 from twinphase.scheduler.prefill import schedule_prefills, worth_waiting_for
 
@@ -111,6 +111,18 @@ class Scheduler:
         most = min(most, self.max_prefill_tokens or most)
         budget = ChunkBudget(most, decode, self._times, self.pace, self.kv_cache.block_size)
         return budget.take(0, max(most, self.max_model_len))
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether the next step should verify drafts: not while the pace limits prefill.
+
+        In such a step a drafted row takes the place of a prompt token, and costs as much; beside
+        decodes alone it costs little, since the step waits for the weights.
+        """
+        if self.pace.slo_seconds is None:
+            return True
+        is_next = bool(self.fair.lines) and self._wanted not in SCARCE
+        return not is_next and all(phase_of(one) is Phase.DECODE for one in self.running)
 
     @property
     def has_work(self) -> bool:
