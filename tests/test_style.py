@@ -46,7 +46,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 41_000,
-    "tests": 386_700,
+    "tests": 387_100,
     "twinphase": 18_100,
     "twinphase/backends": 116_200,
     "twinphase/cache": 6_000,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_300,
 }
-MAX_TOKENS = {"src": 515_200, "tests": 386_700, "benchmarks": 41_000}
+MAX_TOKENS = {"src": 515_200, "tests": 387_100, "benchmarks": 41_000}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -1,6 +1,7 @@
 """The progress of a prompt in the streams of every API, where a client asks for it."""
 
 import json
+import random
 
 import httpx
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from dialects import bearer
 from running import PATIENCE
 from twinphase.batch import StepWork
-from twinphase.phases.cost import FEATURES, CostModel
+from twinphase.phases.cost import FEATURES, CostModel, starting_prices
+from twinphase.phases.work import ModelShape
 from twinphase.server.live.eta import seconds_left
 
 TEXT = "how long is a long prompt " * 40
@@ -63,3 +65,33 @@ def test_an_estimate_is_the_rest_at_the_pace_so_far():
     # Cached tokens took no time, and count for no pace.
     assert seconds_left(costs, 50, 75, 100, 0.050) == pytest.approx(0.050, rel=1e-3)
     assert seconds_left(costs, 0, 100, 100, 9.0) == 0.0
+
+
+@pytest.mark.parametrize("context", [2e-7, 2.5e-7, 1e-6])
+@pytest.mark.parametrize("row", [5e-4, 2e-3])
+def test_the_first_chunks_of_a_long_prompt_teach_what_its_later_ones_will_take(row, context):
+    """The server is new: it has computed three short prompts and a few tokens after each."""
+    choose = random.Random(1)
+    shape = ModelShape(135 * 10**6, 106 * 10**6, 98 * 10**6, 28 * 10**6, 30, 9, 3, 64)
+    costs = CostModel(starting_prices(shape, None))
+
+    def seconds(work):
+        taken = 3e-3 + row * work.rows + context * work.prefill_contexts
+        taken = (taken + 5e-7 * work.decode_contexts) * choose.uniform(0.98, 1.02)
+        costs.observe(work, taken)
+        return taken
+
+    for _ in range(3):
+        seconds(StepWork.of_chunk(0, 512, 0))
+        seconds(StepWork.of_chunk(512, 88, 1))
+        for number in range(20):
+            seconds(StepWork.of_decodes(1, 600 + number))
+    total = 32_000
+    now = 0.0
+    estimates = []
+    for start in range(0, total, 512):
+        done = min(start + 512, total)
+        now += seconds(StepWork.of_chunk(start, done - start, int(done == total)))
+        estimates.append((done / total, now, seconds_left(costs, 0, done, total, now)))
+    errors = [(share, left / (now - at) - 1) for share, at, left in estimates[:-3]]
+    assert max(abs(error) for share, error in errors if share > 1 / 16) <= 0.15

@@ -49,7 +49,10 @@ PACE_LEARNING_RATE = 0.05
 # Decay of the pace per step, so that a lasting pace moves into the prices.
 PACE_FADE_PER_STEP = 0.999
 MIN_STEP_SECONDS = 1e-9
+# Prices are fitted after this number of steps, or after steps that took this long in all, so that
+# each chunk of a long prompt counts at once. A fit takes about 0.15 ms.
 REFIT_INTERVAL_STEPS = 8
+REFIT_INTERVAL_SECONDS = 0.1
 MIN_STEPS_TO_PREDICT = 12
 # Number of sweeps of coordinate descent, which starts from the last prices.
 DESCENT_SWEEPS = 12
@@ -153,6 +156,7 @@ class CostModel:
         self._pace = 0.0  # The pace as a logarithm.
         self._classes: dict[tuple[bool, int], tuple[list[list[float]], list[float]]] = {}
         self._since_fit = 0
+        self._seconds_since_fit = 0.0
         self._ratios: deque[float] = deque(maxlen=KEPT_PREDICTIONS)  # Measured / predicted times.
         self._mixed_ratios: deque[float] = deque(
             maxlen=KEPT_PREDICTIONS // 8
@@ -207,8 +211,13 @@ class CostModel:
             -OUTLIER, min(OUTLIER, error)
         )
         self._since_fit += 1
-        if self._since_fit >= min(REFIT_INTERVAL_STEPS, len(self._ratios)):
+        self._seconds_since_fit += seconds
+        if (
+            self._since_fit >= min(REFIT_INTERVAL_STEPS, len(self._ratios))
+            or self._seconds_since_fit >= REFIT_INTERVAL_SECONDS
+        ):
             self._since_fit = 0
+            self._seconds_since_fit = 0.0
             self._fit()
         pace = math.exp(self._pace)
         self.prices = tuple(price * pace for price in self._base)
