@@ -30,7 +30,7 @@ def isas_that_differ(*traits: str) -> list[str]:
     """Instruction-set paths of this processor that differ in a trait, the one that users get first.
 
     Of paths whose kernels have equal code but for traits that they do not look at, one is enough:
-    `avx512-bf16` has the attention of `avx512-amx`, and the linear layers of `avx512-vnni`.
+    `avx512-bf16` has the linear layers of `avx512-vnni`.
     """
     best, *others = available_isas()
     paths: dict[tuple[object, ...], str] = {}
@@ -47,7 +47,7 @@ def on_each(isas: list[str]) -> pytest.MarkDecorator:
 
 
 # Attention, and whole models: among these paths are all linear layers too.
-ISAS_OF_ATTENTION = isas_that_differ("lanes", "dot", "registers", "bf16_dot")
+ISAS_OF_ATTENTION = isas_that_differ("lanes", "dot", "registers", "bf16_dot", "matrix_tiles")
 ISAS_OF_LINEAR = isas_that_differ("lanes", "dot", "registers", "converts_f16", "matrix_tiles")
 per_isa = on_each(ISAS_OF_ATTENTION)
 

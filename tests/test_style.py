@@ -48,7 +48,7 @@ BUDGET: dict[str, int] = {
     "benchmarks": 41_000,
     "tests": 387_100,
     "twinphase": 18_100,
-    "twinphase/backends": 116_200,
+    "twinphase/backends": 119_200,
     "twinphase/cache": 6_000,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 30_000,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_300,
 }
-MAX_TOKENS = {"src": 515_200, "tests": 387_100, "benchmarks": 41_000}
+MAX_TOKENS = {"src": 518_100, "tests": 387_100, "benchmarks": 41_000}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -87,7 +87,9 @@ def spread_heads(shape: KVShape, limits: Limits) -> int:
 def partial_room(shape: KVShape, group: int, limits: Limits) -> int:
     """Number of partial results that there is room for."""
     tiles = -(-limits.positions // TILE_TOKENS)
-    return spread_heads(shape, limits) * tiles * padded_group(group) * PARTIAL_TOKENS
+    # Few rows that are for prefill's kernel are whole register tiles of it.
+    rows = -(-padded_group(group) * PARTIAL_TOKENS // limits.prefill_rows) * limits.prefill_rows
+    return spread_heads(shape, limits) * tiles * rows
 
 
 class AttentionUnits:

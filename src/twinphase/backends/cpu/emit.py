@@ -396,8 +396,8 @@ class Emit:
         """An instruction on whole tiles; `at` is an address and the bytes between rows.
 
         "tdpbssd" of tiles c, a, b adds to c[m][n] the sum over k of a[m][k] * b[k / 4][4 n + k %
-        4], of signed bytes; "tdpbf16ps" the same of bfloat16 pairs in float32: inputs 2 i apart
-        from inputs 2 i + 1, then both to c.
+        4], of signed bytes; "tdpbsud" of unsigned ones in b; "tdpbf16ps" of bfloat16 pairs in
+        float32: inputs 2 i apart from inputs 2 i + 1, then both to c.
         """
         args = [ir.Constant(I8, tile) for tile in tiles]
         args += [] if at is None else [self.pointer(at[0], I8), at[1]]

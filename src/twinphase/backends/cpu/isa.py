@@ -31,8 +31,8 @@ class Isa:
         needs: processor features without which the path cannot run.
         cpu: LLVM processor name the kernels are compiled for; "" is this machine's own.
         registers: vector registers, which bound the register tiles.
-        matrix_tiles: whether linear layers of many rows, and those on BF16 weights, multiply in
-            matrix tiles (AMX).
+        matrix_tiles: whether attention, linear layers of many rows, and those on BF16 weights,
+            multiply in matrix tiles (AMX).
     """
 
     name: str
@@ -88,6 +88,8 @@ class Isa:
     @property
     def attention_rows(self) -> int:
         """Rows of the attention kernels' register tile in prefill."""
+        if self.matrix_tiles:
+            return 16
         return 6 if self.registers == 32 else 2
 
 

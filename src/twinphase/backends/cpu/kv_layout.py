@@ -37,6 +37,8 @@ LEAVES_PARTIALS = 3
 STATE_BYTES = 8
 # In prefill, this number of rows (tokens x heads of a group) shares a converted KV tile.
 MAX_QUERY_ROWS = 192
+# The maxima of a row block are one vector, its sums another: no block has more rows.
+STATS_LANES = 16
 
 
 def key_bytes(head_dim: int) -> int:
@@ -87,20 +89,24 @@ def attention_scratch_bytes(head_dim: int, group: int) -> int:
 
 def scratch_areas(head_dim: int, group: int) -> dict[str, int]:
     """Byte offset of each area of a thread's scratch memory."""
-    rows = query_tile_tokens(group) * group + 8
+    rows = query_tile_tokens(group) * group + STATS_LANES
     sizes = {
         "places": 2
         # addresses of the cells' keys, scales and values: this tile's and the next's
         * PLACES_BYTES_PER_TILE,
         "values": 4 * TILE_TOKENS * head_dim,  # widened, where values are not used in place
-        "scores": 4 * TILE_TOKENS * 8,
-        "weights": 4 * TILE_TOKENS * 8,  # softmax numerators, bfloat16 or float32
-        "tile_stats": 4 * 8 * 4,  # of the row block: maximum, sum, and the two factors of the merge
+        "scores": 4 * TILE_TOKENS * STATS_LANES,
+        "weights": 4 * TILE_TOKENS * STATS_LANES,  # softmax numerators, bfloat16 or float32
+        "products": 4 * STATS_LANES * head_dim,  # a matrix tile's weighted values
+        "shapes": 64,  # of matrix tiles
+        "tile_stats": 4
+        * STATS_LANES
+        * 4,  # of the row block: maximum, sum, and the two factors of the merge
         "queries": rows * head_dim,  # int8
         "query_scales": 4 * rows,
         "query_sums": 4 * rows,
-        "maxima": 4 * 8 * rows,  # 8 lanes for every row block
-        "sums": 4 * 8 * rows,
+        "maxima": 4 * STATS_LANES * rows,
+        "sums": 4 * STATS_LANES * rows,
         "out": 4 * rows * head_dim,
     }
     areas = {}

@@ -26,9 +26,9 @@ from twinphase.backends.cpu.intrinsics import (
     store_i64,
 )
 from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels import attention_matrix
 from twinphase.backends.cpu.kernels.attention_tile import (
     MASKED_SCORE,
-    STATS_LANES,
     copy_query_kernel,
     divide_kernel,
     fetch_scales_kernel,
@@ -38,6 +38,7 @@ from twinphase.backends.cpu.kernels.attention_tile import (
     scores_kernel,
     softmax_kernel,
     weighted_values_kernel,
+    widen_kernel,
 )
 from twinphase.backends.cpu.kv_layout import (
     BEGINS_WITH_STATE,
@@ -47,6 +48,7 @@ from twinphase.backends.cpu.kv_layout import (
     MERGE_INTS,
     PLACES_BYTES_PER_TILE,
     STATE_BYTES,
+    STATS_LANES,
     TILE_TOKENS,
     UNIT_INTS,
     WHOLE,
@@ -72,7 +74,7 @@ def attention_decode(
 ) -> Kernel:
     """Few rows, bound by memory: a tile as high as the group, while the next KV tile is fetched.
 
-    int8 values are converted in registers.
+    int8 values are converted in registers, but for matrix tiles in memory.
     """
     return _attention(
         isa,
@@ -82,7 +84,7 @@ def attention_decode(
         float(softcap),
         sinks == "1",
         rows=decode_rows(int(group)),
-        in_place=isa.bf16_dot,
+        in_place=isa.bf16_dot and (dtype == "auto" or not isa.matrix_tiles),
         ahead=isa.bf16_dot,
     )
 
@@ -137,11 +139,14 @@ def _attention(
     """
     at = scratch_areas(dim, group)
     convert = in_place and dtype == "int8"
-    find_cells = find_cells_kernel(isa, dim, dtype, at, in_place=in_place)
+    find_cells = find_cells_kernel(dim, dtype)
+    widen = widen_kernel(isa, dim, dtype, at)
     copy_query = copy_query_kernel(dim, at)
     fetch_scales = fetch_scales_kernel(isa)
     row_block = _row_block_kernel(isa, dim, group, dtype, softcap, at, rows, ahead, convert)
     divide = divide_kernel(isa, dim, sinks)
+    begin_tiles = attention_matrix.begin_kernel(isa, dim, at, rows)
+    end_tiles = attention_matrix.end_kernel(isa)
     at_places = at["places"]
     at_out = at["out"]
     at_maxima = at["maxima"]
@@ -201,14 +206,16 @@ def _attention(
         if result in (WHOLE, LEAVES_STATE):
             for i in range(padded * dim):
                 store_f32(scratch + at_out + 4 * i, 0.0)
+        begin_tiles(scratch)
         now = scratch + at_places
         coming = scratch + at_places + PLACES_BYTES_PER_TILE
         for t in range(first, end):
             seen = position + 1 - t * TILE_TOKENS
+            cells = (min(TILE_TOKENS, seen + tokens - 1) + CELL_TOKENS - 1) // CELL_TOKENS
             if t == first or not ahead:
                 find_cells(
                     t,
-                    (min(TILE_TOKENS, seen + tokens - 1) + CELL_TOKENS - 1) // CELL_TOKENS,
+                    cells,
                     table,
                     cells_per_block,
                     per_chunk,
@@ -216,9 +223,10 @@ def _attention(
                     keys,
                     key_scales,
                     values,
-                    scratch,
                     now,
                 )
+            if not in_place:
+                widen(cells, now, scratch)
             if ahead:
                 # The next tile is fetched while this one is computed; after the last one, the next
                 # unit's first.
@@ -245,7 +253,6 @@ def _attention(
                     keys,
                     key_scales,
                     values,
-                    scratch,
                     coming,
                 )
                 fetch_scales(coming)
@@ -257,6 +264,7 @@ def _attention(
                 row_block(r, seen, window, tokens, now, coming if r == 0 else now, partial, scratch)
             if ahead:
                 now, coming = coming, now
+        end_tiles()
         if result < LEAVES_PARTIALS:
             for r in range(count):
                 h = kv_head * group + r % group
@@ -292,14 +300,26 @@ def _row_block_kernel(
     convert: bool,
 ) -> Any:
     """Numba function of a register tile of a unit's rows against one KV tile."""
-    scores = scores_kernel(isa, dim, rows, ahead)
+    scores = (
+        attention_matrix.scores_kernel(isa, dim, ahead)
+        if isa.matrix_tiles
+        else scores_kernel(isa, dim, rows, ahead)
+    )
     softmax = softmax_kernel(isa, dtype, softcap)
+    softmax_of_two, softmax_of_one = (
+        attention_matrix.softmax_kernel(isa, dtype, softcap, count) for count in (2, 1)
+    )
+    pairs = rows // 2 * 2 if isa.matrix_tiles else 0
+    ones = rows if isa.matrix_tiles else 0
     weighted_values, merge_values = (
-        weighted_values_kernel(isa, dim, rows, merge, ahead=ahead, convert=convert)
+        attention_matrix.weighted_values_kernel(isa, dim, rows, dtype, merge, ahead)
+        if isa.matrix_tiles
+        else weighted_values_kernel(isa, dim, rows, merge, ahead=ahead, convert=convert)
         for merge in (False, True)
     )
     merge_stats = merge_stats_kernel(isa)
     at_scores = at["scores"]
+    at_products = at["products"]
     at_weights = at["weights"]
     at_stats = at["tile_stats"]
     at_queries = at["queries"]
@@ -312,6 +332,12 @@ def _row_block_kernel(
     chunk = 4 * isa.lanes
     partial_bytes = 64 + 4 * dim
     row_bytes = 4 * dim
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def visible(end, window):
+        return max(0, min(TILE_TOKENS, end - window)) if window else 0, max(
+            0, min(TILE_TOKENS, end)
+        )
 
     @helper
     def row_block(r, seen, window, tokens, now, coming, partial, scratch):
@@ -335,22 +361,51 @@ def _row_block_kernel(
             if partial
             else (stats, stats + 4 * STATS_LANES, 4)
         )
-        for i in range(rows):
-            end = seen + (r + i) // group
-            first = max(0, min(TILE_TOKENS, end - window)) if window else 0
+        for i in range(0, pairs, 2):
+            softmax_of_two(
+                scratch + at_scores + 4 * TILE_TOKENS * i,
+                scratch + at_weights + weight_row * i,
+                scratch + at_query_scales + 4 * (r + i),
+                scratch + at_query_sums + 4 * (r + i),
+                maximum + stride * i,
+                total + stride * i,
+                stride,
+                now,
+                *visible(seen + (r + i) // group, window),
+                *visible(seen + (r + i + 1) // group, window),
+            )
+        for i in range(pairs, ones):
+            softmax_of_one(
+                scratch + at_scores + 4 * TILE_TOKENS * i,
+                scratch + at_weights + weight_row * i,
+                scratch + at_query_scales + 4 * (r + i),
+                scratch + at_query_sums + 4 * (r + i),
+                maximum + stride * i,
+                total + stride * i,
+                stride,
+                now,
+                *visible(seen + (r + i) // group, window),
+            )
+        for i in range(ones, rows):
             softmax(
                 scratch + at_scores + 4 * TILE_TOKENS * i,
                 scratch + at_weights + weight_row * i,
                 scratch + at_query_scales + 4 * (r + i),
-                first,
-                max(0, min(TILE_TOKENS, end)),
+                *visible(seen + (r + i) // group, window),
                 maximum + stride * i,
                 total + stride * i,
                 now,
             )
         if partial:
             weighted_values(
-                scratch + at_weights, now, coming, cells, partial + 64, partial_bytes, stats
+                scratch + at_weights,
+                now,
+                coming,
+                cells,
+                partial + 64,
+                partial_bytes,
+                stats,
+                scratch + at_products,
             )
         else:
             block = 4 * STATS_LANES * (r // rows)
@@ -363,6 +418,7 @@ def _row_block_kernel(
                 scratch + at_out + row_bytes * r,
                 row_bytes,
                 stats,
+                scratch + at_products,
             )
 
     return row_block

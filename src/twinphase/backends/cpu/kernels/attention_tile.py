@@ -41,6 +41,7 @@ from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kv_layout import (
     CELL_TOKENS,
     CHUNK_CELLS,
+    STATS_LANES,
     TILE_TOKENS,
     key_bytes,
     scale_bytes,
@@ -50,8 +51,6 @@ from twinphase.backends.cpu.kv_layout import (
 # Finite, so that a wholly masked tile merges with weight 0 instead of NaN.
 MASKED_SCORE = -1e30
 CELLS_PER_TILE = TILE_TOKENS // CELL_TOKENS
-# The maxima of a row block are one vector, its sums another.
-STATS_LANES = 8
 
 
 def _bf16_pairs(e: Emit, address: Value, *offsets: int | Value) -> Value:
@@ -248,7 +247,8 @@ def weighted_values_kernel(
 ) -> Any:
     """Numba-callable sum over tokens of weight * value.
 
-    Arguments: weights, places, next places, cells, out, out stride, stats.
+    Arguments: weights, places, next places, cells, out, out stride, stats, a place for the sums of
+    matrix tiles.
 
     With `merge` the sums are folded into out (out * alpha + sum * beta, from `stats`), else stored.
     With `ahead` the values at the next places are asked for meanwhile. With `convert` values are
@@ -263,7 +263,7 @@ def weighted_values_kernel(
     value_size = 1 if convert else 2 if isa.bf16_dot else 4  # bytes
     value_row = tokens * value_size * dim
 
-    def write(e: Emit, weights, places, coming, cells, out, stride, stats):
+    def write(e: Emit, weights, places, coming, cells, out, stride, stats, _products):
         b = e.b
         for first in range(0, dim, columns * lanes):
             here = range(min(columns, (dim - first) // lanes))
@@ -379,37 +379,26 @@ def divide_kernel(isa: Isa, dim: int, sinks: bool) -> Any:
     return emitted(isa, write)
 
 
-def find_cells_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int], *, in_place: bool) -> Any:
+def find_cells_kernel(dim: int, dtype: str) -> Any:
     """Numba function that writes the places of KV tile t's first `cells` cells.
 
-    Places are int64 [3][CELLS_PER_TILE]: of keys, scales and values. Unless values are used in
-    place, they are widened into scratch first.
+    Places are int64 [3][CELLS_PER_TILE]: of keys, scales and values.
     """
-    widen = _widen_values(isa, dim, dtype)
-    at_values = at["values"]
     size = key_bytes(dim)
     scale_size = scale_bytes(dtype)
     value_size = value_bytes(dim, dtype)
-    widened_bytes = (2 if isa.bf16_dot else 4) * CELL_TOKENS * dim
 
     @helper
-    def find(
-        t, cells, table, cells_per_block, per_chunk, kv_head, keys, scales, values, scratch, places
-    ):
+    def find(t, cells, table, cells_per_block, per_chunk, kv_head, keys, scales, values, places):
         block = t * CELLS_PER_TILE // cells_per_block
         offset = t * CELLS_PER_TILE - block * cells_per_block
         for c in range(cells):
             where = load_u32(table + 4 * block) * cells_per_block + offset
             index = where // CHUNK_CELLS * per_chunk + kv_head * CHUNK_CELLS + where % CHUNK_CELLS
             place = places + 8 * c
-            value = values + index * value_size
-            if not in_place:
-                widened = scratch + at_values + c * widened_bytes
-                widen(value, widened)
-                value = widened
             store_i64(place, keys + index * size)
             store_i64(place + 8 * CELLS_PER_TILE, scales + index * scale_size)
-            store_i64(place + 16 * CELLS_PER_TILE, value)
+            store_i64(place + 16 * CELLS_PER_TILE, values + index * value_size)
             offset += 1
             if offset == cells_per_block:
                 block = block + 1
@@ -422,6 +411,23 @@ def find_cells_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int], *, in_
             store_i64(places + 8 * (2 * CELLS_PER_TILE + c), load_i64(places + 16 * CELLS_PER_TILE))
 
     return find
+
+
+def widen_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int]) -> Any:
+    """Numba function (cells, places, scratch): widen the values of a KV tile's first cells."""
+    widen = _widen_values(isa, dim, dtype)
+    widened_bytes = (2 if isa.bf16_dot else 4) * CELL_TOKENS * dim
+    at_values = at["values"]
+
+    @helper
+    def widen_tile(cells, places, scratch):
+        to = scratch + at_values
+        for c in range(cells):
+            place = places + 8 * (2 * CELLS_PER_TILE + c)
+            widen(load_i64(place), to + c * widened_bytes)
+            store_i64(place, to + c * widened_bytes)
+
+    return widen_tile
 
 
 def fetch_scales_kernel(isa: Isa) -> Any:
