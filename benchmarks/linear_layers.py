@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
-from twinphase.backends.cpu.formats import FORMATS, GROUP_INPUTS, STRIP_OUTPUTS
+from twinphase.backends.cpu.formats import BY_OUTPUTS, FORMATS, GROUP_INPUTS, STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import Isa, available_isas, choose_isa
 from twinphase.backends.cpu.operations import Operations, layer_spec
 from twinphase.backends.cpu.program import Buffer, Program
@@ -51,7 +51,8 @@ def random_matrix(rng: np.random.Generator, name: str, shape: tuple[int, int], i
     strip_bytes = STRIP_OUTPUTS * inputs * DENSE_BYTES.get(name, 0)
     groups = inputs
     if name in FORMATS:
-        strip_bytes = FORMATS[name].strip_bytes(inputs)
+        formats = BY_OUTPUTS if isa.takes_bf16(name) else FORMATS
+        strip_bytes = formats[name].strip_bytes(inputs)
         groups = inputs // GROUP_INPUTS
     strips = outputs // STRIP_OUTPUTS
     memory = Arena(strips * strip_bytes, "weights").take(strips * strip_bytes)

@@ -47,14 +47,18 @@ def on_each(isas: list[str]) -> pytest.MarkDecorator:
 
 
 # Attention, and whole models: among these paths are all linear layers too.
-ISAS_OF_ATTENTION = isas_that_differ("lanes", "dot", "registers", "bf16_dot", "matrix_tiles")
-ISAS_OF_LINEAR = isas_that_differ("lanes", "dot", "registers", "converts_f16", "matrix_tiles")
+ISAS_OF_ATTENTION = isas_that_differ(
+    "lanes", "dot", "registers", "bf16_dot", "matrix_tiles", "bf16_weights"
+)
+ISAS_OF_LINEAR = isas_that_differ(
+    "lanes", "dot", "registers", "converts_f16", "matrix_tiles", "bf16_weights"
+)
 per_isa = on_each(ISAS_OF_ATTENTION)
 
 
 def differs_in_dot_alone(isa: str) -> bool:
     """Whether another path's kernels are equal but for their dot product, so that few cases do."""
-    tried = isas_that_differ("lanes", "registers", "bf16_dot", "matrix_tiles")
+    tried = isas_that_differ("lanes", "registers", "bf16_dot", "matrix_tiles", "bf16_weights")
     return isa in ISAS_OF_LINEAR and isa not in tried
 
 

@@ -74,6 +74,7 @@ ENGINES: tuple[EngineSpec, ...] = (
     _twinphase("twinphase", "Q4_1"),
     _twinphase("twinphase-q4_0", "Q4_0"),
     _twinphase("twinphase-q4_0-kv8", "Q4_0", kv_cache_dtype="int8"),
+    _twinphase("twinphase-q4_0-bf16", "Q4_0", isa="avx512-amx-bf16"),
     _twinphase("twinphase-q8_0", "Q8_0"),
     _twinphase("twinphase-avx2", "Q4_1", isa="avx2"),
     *(

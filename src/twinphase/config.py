@@ -178,7 +178,8 @@ class EngineConfig(GenerationDefaults):
     )
     isa: str | None = setting(
         None,
-        "Instruction-set path of the cpu backend, such as avx2.",
+        "Instruction-set path of the cpu backend, such as avx2. On processors with AMX, "
+        "avx512-amx-bf16 favors long prompts and many requests over a lone answer.",
         default_text="the best that this processor has",
     )
     backend: str = setting(

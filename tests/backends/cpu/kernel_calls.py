@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from steps import ISAS_OF_LINEAR, USER_CACHE, differs_in_dot_alone, isas_that_differ, on_each
 from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
-from twinphase.backends.cpu.formats import FORMATS, STRIP_OUTPUTS
+from twinphase.backends.cpu.formats import BY_OUTPUTS, FORMATS, STRIP_OUTPUTS, PackedFormat
 from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.threads import aligned
 
@@ -43,6 +43,8 @@ def formats_on(isa: str) -> Collection[str]:
 
     Few where the kernels of a path with matrix tiles have the same code for fewer rows.
     """
+    if choose_isa(isa).bf16_weights:
+        return BY_OUTPUTS
     has_own_code = isa in isas_that_differ("lanes", "dot", "registers", "converts_f16")
     return FORMATS if has_own_code and not differs_in_dot_alone(isa) else FEW_FORMATS
 
@@ -64,12 +66,16 @@ per_isa_and_format = per_isa_and(formats_on)
 per_isa_and_element = per_isa_and(lambda isa: DENSE_ELEMENTS)
 
 
+def _pack(isa: str, name: str) -> str:
+    return "pack_tiles" if choose_isa(isa).takes_bf16(name) else "pack"
+
+
 @cache
 def _loaded(isa: str) -> dict[str, int]:
     folder = USER_CACHE / "kernels"
     formats = formats_on(isa)
     specs = [
-        *(f"{kind}:{name}" for name in formats for kind in ("quantized_linear", "pack")),
+        *(f"{kind}:{name}" for name in formats for kind in ("quantized_linear", _pack(isa, name))),
         *(f"dense_linear:{name}" for name in DENSE_ELEMENTS),
         *(f"embed:{name}" for name in (*formats, *DENSE_ELEMENTS)),
         "quantize",
@@ -108,12 +114,17 @@ def random_blocks(
     return raw.reshape(outputs, -1)
 
 
+def packed_format(isa: str, name: str) -> PackedFormat:
+    """The layout of a format's packed matrices on a path."""
+    return (BY_OUTPUTS if choose_isa(isa).takes_bf16(name) else FORMATS)[name]
+
+
 def pack(isa: str, name: str, raw: NDArray[np.uint8], inputs: int) -> NDArray[np.uint8]:
     """The matrix in strips, uint8 [strips, bytes of a strip]."""
     outputs, row_bytes = raw.shape
     strips = -(-outputs // STRIP_OUTPUTS)
-    strip_bytes = FORMATS[name].strip_bytes(inputs)
+    strip_bytes = packed_format(isa, name).strip_bytes(inputs)
     packed = aligned(strips * strip_bytes, np.uint8)
     args = [raw.ctypes.data, row_bytes, outputs, inputs // 32, packed.ctypes.data]
-    call_kernel(kernel(isa, f"pack:{name}"), args, strips)
+    call_kernel(kernel(isa, f"{_pack(isa, name)}:{name}"), args, strips)
     return packed[: strips * strip_bytes].reshape(strips, strip_bytes)

@@ -42,7 +42,10 @@ def features(monkeypatch) -> Iterator[set[str]]:
         (AVX2 | {"avxvnni"}, ["avx2-vnni", "avx2", "generic"]),
         (AVX512, ["avx512-vnni", "avx2", "generic"]),
         (AVX512 | {"avx512bf16"}, ["avx512-bf16", "avx512-vnni", "avx2", "generic"]),
-        (AVX512 | AMX, ["avx512-amx", "avx512-bf16", "avx512-vnni", "avx2", "generic"]),
+        (
+            AVX512 | AMX,
+            ["avx512-amx", "avx512-amx-bf16", "avx512-bf16", "avx512-vnni", "avx2", "generic"],
+        ),
         (AVX512 | AMX | {"refused"}, ["avx512-bf16", "avx512-vnni", "avx2", "generic"]),
         ({"neon", "dotprod"}, ["neon-dot", "generic"]),
     ),
@@ -93,6 +96,7 @@ ARM = "aarch64-unknown-linux-gnu"
 # Triple, processor and features; the instructions of dot products and of lookups.
 PROCESSORS = {
     "avx512-amx": (X86, "sapphirerapids", "", "vpdpbusd", "vpshufb"),
+    "avx512-amx-bf16": (X86, "sapphirerapids", "", "vpdpbusd", "vpshufb"),
     "avx512-bf16": (X86, "znver4", "", "vpdpbusd", "vpshufb"),
     "avx512-vnni": (X86, "cascadelake", "", "vpdpbusd", "vpshufb"),
     "avx2-vnni": (X86, "alderlake", "", "vpdpbusd", "vpshufb"),

@@ -19,17 +19,23 @@ from numpy.typing import NDArray
 from twinphase.backends.cpu.formats import FORMATS
 from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.threads import aligned
-from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS, MATRIX_MIN_ROWS
+from twinphase.backends.cpu.tiling import (
+    ELEMENTWISE_TILE_ROWS,
+    MATRIX_MIN_ROWS,
+    MATRIX_TILE_ROWS,
+)
 from twinphase.backends.cpu.weights import _pack_dense, _pack_tiles, _strip_bytes
 from twinphase.weights.checkpoint import TensorInfo
 
 F32 = NDArray[np.float32]
 ROW_CHUNK = 192  # rows of a tile
 TOLERANCE = 1e-5  # relative norm; float32 sums over some thousand inputs
+# Some weights with a minimum are rounded otherwise, since the kernel does not round their product.
+BF16_TOLERANCE = 1e-4
 
 
 class Activations:
-    """Rows as the `quantize` kernel writes them."""
+    """Rows as the kernel `quantize` writes them and, for bfloat16 tiles, `round_rows`."""
 
     def __init__(self, isa: str, x: F32) -> None:
         rows, inputs = x.shape
@@ -43,10 +49,17 @@ class Activations:
         args = [self.rows.ctypes.data, x.ctypes.data, 4 * inputs, groups]
         args += [array.ctypes.data for array in (self.data, self.scale, self.fsum, self.isum)]
         call_kernel(kernel(isa, "quantize"), args, -(-rows // ELEMENTWISE_TILE_ROWS))
+        blocks = -(-rows // MATRIX_TILE_ROWS)
+        self.tiles = aligned(blocks * MATRIX_TILE_ROWS * inputs, np.uint16)
+        self.tiles[:] = 0x7FC0  # not a number, as places of rows that are not there may be
+        if choose_isa(isa).matrix_tiles:
+            args = [self.rows.ctypes.data, x.ctypes.data, x.strides[0], groups]
+            call_kernel(kernel(isa, "round_rows"), [*args, self.tiles.ctypes.data], blocks)
 
-    @property
-    def values(self) -> NDArray[np.float64]:
-        """What the int8 numbers stand for."""
+    def values(self, in_bf16: bool) -> NDArray[np.float64]:
+        """What the int8 numbers stand for, or those in bfloat16."""
+        if in_bf16:
+            return rounded(self.x)
         groups = self.data.reshape(len(self.x), -1, 32) * self.scale.astype(np.float64)[..., None]
         return groups.reshape(self.x.shape)
 
@@ -72,14 +85,29 @@ def linear(
         else (residual, residual.strides[0])
     )
     cells = np.array([rows, per_tile, ROW_CHUNK], np.int64)
-    source = x.x if spec.startswith("dense") else x.data
-    args = [weights, groups, source.ctypes.data, source.strides[0]]
+    source, row_bytes = (
+        (x.x, x.x.strides[0]) if spec.startswith("dense") else (x.data, x.x.shape[1])
+    )
+    if choose_isa(isa).takes_bf16(spec.partition(":")[2]):
+        source, row_bytes = x.tiles, 2 * x.x.shape[1]
+    args = [weights, groups, source.ctypes.data, row_bytes]
     args += [x.scale.ctypes.data, x.fsum.ctypes.data, 4 * (x.x.shape[1] // 32), x.isum.ctypes.data]
     args += [out.ctypes.data, out.strides[0], base.ctypes.data, stride]
     args += [strips, *(cells.ctypes.data + 8 * i for i in range(3))]
     tiles = -(-strips // per_tile) * -(-rows // ROW_CHUNK)
     call_kernel(kernel(isa, spec), args, tiles)
     return out
+
+
+def rounded(x: F32) -> NDArray[np.float64]:
+    """Numbers in bfloat16."""
+    return torch.from_numpy(x).bfloat16().double().numpy()
+
+
+def multiplied(raw: NDArray[np.uint8], name: str, in_bf16: bool) -> NDArray[np.float64]:
+    """The weights of a matrix, in bfloat16 where they are multiplied in it."""
+    weights = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+    return rounded(weights) if in_bf16 else weights.astype(np.float64)
 
 
 def random_rows(rng: np.random.Generator, rows: int, inputs: int) -> F32:
@@ -105,8 +133,11 @@ def test_activations(isa):
     np.testing.assert_array_equal(
         np.abs(rows.data.reshape(7, 3, 32)).max(axis=2), np.where(largest > 0, 127, 0)
     )
-    error = np.abs(rows.values - x).reshape(7, 3, 32)
+    error = np.abs(rows.values(False) - x).reshape(7, 3, 32)
     assert (error <= 0.5001 * rows.scale[..., None]).all()
+    if choose_isa(isa).matrix_tiles:
+        tiles = rows.tiles.reshape(3, 16, 16, 2).transpose(2, 0, 1, 3).reshape(16, 96)[:7]
+        np.testing.assert_array_equal(tiles, (rounded(x).astype(np.float32).view(np.uint32) >> 16))
     np.testing.assert_array_equal(
         rows.isum, rows.data.reshape(7, 3, 2, 16).sum(axis=3, dtype=np.int32)
     )
@@ -126,11 +157,13 @@ def test_quantized(name, isa):
         raw = random_blocks(rng, outputs, inputs, name)
         weights = pack(isa, name, raw, inputs)
         x = Activations(isa, random_rows(rng, rows, inputs))
-        matrix = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name]).astype(np.float64)
+        in_bf16 = choose_isa(isa).takes_bf16(name)
+        matrix = multiplied(raw, name, in_bf16)
         out = linear(
             isa, f"quantized_linear:{name}", weights.ctypes.data, inputs // 32, outputs, x, per_tile
         )
-        assert relative(out[:, :outputs], x.values @ matrix.T) < TOLERANCE
+        tolerance = BF16_TOLERANCE if in_bf16 else TOLERANCE
+        assert relative(out[:, :outputs], x.values(in_bf16) @ matrix.T) < tolerance
         assert not out[:, outputs:].any(), "padding"
 
 
@@ -194,15 +227,16 @@ def test_extreme_codes_do_not_overflow(name, isa):
         x[2] = np.where(np.arange(inputs) % 2, 1, -1)
         weights = pack(isa, name, raw, inputs)
         rows = Activations(isa, x)
-        matrix = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name]).astype(np.float64)
+        in_bf16 = choose_isa(isa).takes_bf16(name)
+        matrix = multiplied(raw, name, in_bf16)
         out = linear(
             isa, f"quantized_linear:{name}", weights.ctypes.data, inputs // 32, 32, rows, 1
         )
-        expected = rows.values @ matrix.T
+        expected = rows.values(in_bf16) @ matrix.T
         # The alternating row cancels to nearly nothing: compare with what was added, not with what
         # is left.
-        added = np.abs(rows.values) @ np.abs(matrix).T
-        assert (np.abs(out - expected) <= TOLERANCE * added).all()
+        added = np.abs(rows.values(in_bf16)) @ np.abs(matrix).T
+        assert (np.abs(out - expected) <= (BF16_TOLERANCE if in_bf16 else TOLERANCE) * added).all()
 
 
 @per_isa
@@ -231,17 +265,6 @@ def dense(isa: str, name: str, matrix: F32, x: F32, residual: F32 | None = None)
         stored, info, memory if tiled else memory[: _strip_bytes(info, tiled) * -(-outputs // 32)]
     )
     rows = Activations(isa, x)
-    if tiled:
-        given = rows.x
-        rows.x = aligned(x.size, np.uint16).reshape(x.shape)
-        args = [
-            rows.rows.ctypes.data,
-            given.ctypes.data,
-            given.strides[0],
-            inputs // 32,
-            rows.x.ctypes.data,
-        ]
-        call_kernel(kernel(isa, "round_rows"), args, -(-len(x) // ELEMENTWISE_TILE_ROWS))
     return linear(
         isa, f"dense_linear:{name}", memory.ctypes.data, inputs, outputs, rows, 2, residual
     )
@@ -265,7 +288,7 @@ def test_dense(name, isa):
         exact = gguf.quants.dequantize(gguf.quants.quantize(matrix, kind), kind)
         out = dense(isa, name, matrix, x)
         if choose_isa(isa).takes_bf16(name):  # which takes activations in bfloat16 too
-            x = torch.from_numpy(x).bfloat16().float().numpy()
+            x = rounded(x).astype(np.float32)
         assert (
             relative(out[:, :outputs], x.astype(np.float64) @ exact.astype(np.float64).T)
             < TOLERANCE

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import gguf
 import numpy as np
-from kernel_calls import call_kernel, kernel, pack, per_isa_and_format, random_blocks
+from kernel_calls import (
+    call_kernel,
+    kernel,
+    pack,
+    packed_format,
+    per_isa_and_format,
+    random_blocks,
+)
 from numpy.typing import NDArray
 
-from twinphase.backends.cpu.formats import FORMATS, PackedFormat
+from twinphase.backends.cpu.formats import PackedFormat
+from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.threads import aligned
 
 Bytes = NDArray[np.uint8]
+Reader = Callable[[Bytes, PackedFormat], NDArray[np.int32]]
+
+
+def read_codes_by_outputs(record: Bytes, fmt: PackedFormat) -> NDArray[np.int32]:
+    """The same where codes lie for matrix tiles in bfloat16."""
+    if fmt.bits == 8:  # less their offset
+        return record[: fmt.code_bytes].view(np.int8).reshape(32, 32).astype(np.int32)
+    words = record[: fmt.code_bytes].view(np.uint16).astype(np.int32).reshape(8, 1, 32)
+    codes = (words >> np.array([0, 4, 8, 12])[:, None] & 15).reshape(32, 32)
+    return np.array(fmt.values, np.int32)[codes] if fmt.values else codes - fmt.offset
 
 
 def read_codes(record: Bytes, fmt: PackedFormat) -> NDArray[np.int32]:
@@ -38,7 +58,9 @@ def read_codes(record: Bytes, fmt: PackedFormat) -> NDArray[np.int32]:
     return np.array(fmt.values, np.int32)[codes] if fmt.values else codes - fmt.offset
 
 
-def read_group(record: Bytes, header: Bytes, fmt: PackedFormat) -> NDArray[np.float32]:
+def read_group(
+    record: Bytes, header: Bytes, fmt: PackedFormat, read: Reader
+) -> NDArray[np.float32]:
     """Weights of a record, [32 outputs, 32 inputs]."""
     parts = 32 // fmt.group
     scales = record[fmt.code_bytes :][: fmt.scale_bytes]
@@ -61,11 +83,11 @@ def read_group(record: Bytes, header: Bytes, fmt: PackedFormat) -> NDArray[np.fl
             minima.view(np.float16).reshape(parts, 32).astype(np.float32) if fmt.minimum else None
         )
     spread = np.repeat(scale.T, fmt.group, axis=1)  # [32 outputs, 32 inputs]
-    values = spread * read_codes(record, fmt).astype(np.float32)
+    values = spread * read(record, fmt).astype(np.float32)
     return values if minimum is None else values + np.repeat(minimum.T, fmt.group, axis=1)
 
 
-def read_strip(strip: Bytes, fmt: PackedFormat, groups: int) -> NDArray[np.float32]:
+def read_strip(strip: Bytes, fmt: PackedFormat, groups: int, read: Reader) -> NDArray[np.float32]:
     """Weights of a strip, [32 outputs, inputs]."""
     values = []
     at = 0
@@ -74,7 +96,7 @@ def read_strip(strip: Bytes, fmt: PackedFormat, groups: int) -> NDArray[np.float
         if fmt.nested and group % 8 == 0:
             header = strip[at : at + fmt.header_bytes]
             at = at + fmt.header_bytes
-        values.append(read_group(strip[at : at + fmt.record_bytes], header, fmt))
+        values.append(read_group(strip[at : at + fmt.record_bytes], header, fmt, read))
         at += fmt.record_bytes
     assert at == len(strip)
     return np.concatenate(values, axis=1)
@@ -83,7 +105,8 @@ def read_strip(strip: Bytes, fmt: PackedFormat, groups: int) -> NDArray[np.float
 @per_isa_and_format
 def test_every_weight_comes_back(name, isa):
     rng = np.random.default_rng(1)
-    fmt = FORMATS[name]
+    fmt = packed_format(isa, name)
+    read = read_codes_by_outputs if choose_isa(isa).takes_bf16(name) else read_codes
     unit = 256 if fmt.nested else 32
     for outputs, inputs in (
         (32, unit),
@@ -94,7 +117,7 @@ def test_every_weight_comes_back(name, isa):
     ):
         raw = random_blocks(rng, outputs, inputs, name)
         packed = pack(isa, name, raw, inputs)
-        values = np.concatenate([read_strip(strip, fmt, inputs // 32) for strip in packed])
+        values = np.concatenate([read_strip(strip, fmt, inputs // 32, read) for strip in packed])
         expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
         np.testing.assert_array_equal(values[:outputs], expected)
         assert not values[outputs:].any(), "padding must be zeros, whatever it is multiplied with"

@@ -144,7 +144,7 @@ class CpuBackend:
         compile_kernels(folder, self.isa, specs, self._progress)
         self._kernels = load_kernels(folder, self.isa, specs)
         self._program = Program(self._kernels, self.max_rows, self.group)
-        self._arena = Arena(arena_bytes(checkpoint, blueprint.tied), "weights")
+        self._arena = Arena(arena_bytes(checkpoint, blueprint.tied, self.isa), "weights")
         self._keep: list[NDArray[np.generic]] = []  # arrays that kernels know by address
 
     def _first_step_kernels(self, forward_on: Callable[[WeightLoader], Forward]) -> list[str]:
@@ -196,10 +196,8 @@ class CpuBackend:
             fill.checkpoint.release(fill.info.name)
         self._fills = []
 
-    def _pack(self, type_name: str, args: Sequence[int], strips: int) -> Command:
-        return Command(
-            self._kernels[f"pack:{type_name}"], self._program.cells.constant(strips), False, args
-        )
+    def _pack(self, kernel: str, args: Sequence[int], strips: int) -> Command:
+        return Command(self._kernels[kernel], self._program.cells.constant(strips), False, args)
 
     def vector(self, checkpoint: Checkpoint, names: Sequence[str], plus: float = 0.0) -> Vector:
         """The tensors side by side, each padded as the outputs of stacked matrices are."""

@@ -52,7 +52,7 @@ KERNELS = {
         ),
         "embedding": ("embed",),
         "linear": ("quantized_linear", "dense_linear", "quantized_experts", "dense_experts"),
-        "packing": ("pack",),
+        "packing": ("pack", "pack_tiles"),
         "program": ("run_program",),
         "quantize": ("quantize", "round_rows"),
         "ranks": ("copy_columns", "meet", "stamp"),

@@ -24,11 +24,15 @@ class CpuDevice:
         self.best_isa: str | None = choose_isa(None).name
 
     def units(self, weights: Set[tuple[str, int]]) -> Units:
-        """Quantized weights are multiplied with int8 activations, keys with int8 queries."""
-        linear = "int8"
-        if {name for name, _ in weights} <= DENSE_BYTES.keys():
-            tiled = {(name, dims) for name, dims in weights if self._isa.takes_bf16(name)}
-            linear = "bfloat16" if {dims for _, dims in tiled} == {2} else "float32"
+        """Quantized weights are multiplied with int8 activations, keys with int8 queries.
+
+        Where any weights take rows in bfloat16, linear layers are said to be computed in it.
+        """
+        quantized = not {name for name, _ in weights} <= DENSE_BYTES.keys()
+        linear = "int8" if quantized else "float32"
+        tiled = {dims for name, dims in weights if self._isa.takes_bf16(name)}
+        if tiled == {2}:
+            linear = "bfloat16"
         return Units(linear, "int8", "bfloat16" if self._isa.bf16_dot else "float32")
 
     def kv_head_bytes(self, head_dim: int, dtype: str) -> float:

@@ -54,7 +54,11 @@ class DryLoader:
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:
         matrix, _ = place(checkpoint, names, lambda nbytes: np.empty(0, np.uint8), self._isa)
-        self.packs |= {f"pack:{part.type}" for part in matrix.parts if part.type in FORMATS}
+        self.packs |= {
+            f"{'pack_tiles' if part.tiled else 'pack'}:{part.type}"
+            for part in matrix.parts
+            if part.type in FORMATS
+        }
         return matrix
 
     def exact_matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:

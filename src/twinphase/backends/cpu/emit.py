@@ -86,13 +86,16 @@ class Emit:
         """Store at the address plus offsets."""
         self.b.store(value, self.pointer(self.add(address, *offsets), value.type), align=align)
 
-    def prefetch(self, address: Value, *offsets: int | Value, level: int = 2) -> None:
+    def prefetch(
+        self, address: Value, *offsets: int | Value, level: int = 2, write: bool = False
+    ) -> None:
         """Ask for a cache line to be brought into a level of the cache; any address will do."""
         pointer_type = ir.PointerType(I8)
         fn = self.function("llvm.prefetch.p0", ir.VoidType(), [pointer_type, I32, I32, I32])
         place = self.pointer(self.add(address, *offsets), I8)
         self.b.call(
-            fn, [place, ir.Constant(I32, 0), ir.Constant(I32, 4 - level), ir.Constant(I32, 1)]
+            fn,
+            [place, ir.Constant(I32, int(write)), ir.Constant(I32, 4 - level), ir.Constant(I32, 1)],
         )
 
     def variable(self, initial: Value) -> Variable:

@@ -13,11 +13,15 @@ a record of
 so that decode reads memory in order and prefill keeps a strip in the first-level cache. Weights are
 w = scale * (code - offset) + minimum, exactly as in the checkpoint. Only sizes here; `packing.py`
 fills them.
+
+For matrix tiles in bfloat16 (`Isa.takes_bf16`) codes lie by outputs instead. A line of 4-bit codes
+has 32 words of 16 bits, one per input, with the codes of four outputs from the low bits up. Other
+codes are signed bytes, less their offset, [output][input].
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from twinphase.weights.block_formats import FORMATS as BLOCK_FORMATS
 from twinphase.weights.block_formats import BlockFormat
@@ -75,6 +79,16 @@ class PackedFormat:
         return 8 if self.values else self.bits
 
     @property
+    def by_outputs(self) -> PackedFormat:
+        """The same for matrix tiles in bfloat16: codes of 4 bits in words, others in bytes."""
+        return replace(self, bits=4 if self.bits == 4 else 8)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What each code of 4 bits stands for, before its scale."""
+        return self.values or tuple(code - self.offset for code in range(16))
+
+    @property
     def parts(self) -> int:
         """Parts of a group of 32 inputs that have a scale of their own."""
         return GROUP_INPUTS // self.group
@@ -128,3 +142,9 @@ class PackedFormat:
 
 
 FORMATS = {fmt.name: PackedFormat.of(fmt) for fmt in BLOCK_FORMATS.values() if fmt.quantized}
+# Formats that matrix tiles in bfloat16 unpack: all but those of 4-bit codes with a scale per 16.
+BY_OUTPUTS = {
+    name: fmt.by_outputs
+    for name, fmt in FORMATS.items()
+    if fmt.bits != 4 or fmt.group == GROUP_INPUTS
+}

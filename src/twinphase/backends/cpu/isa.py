@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 
-from twinphase.backends.cpu.formats import PackedFormat
+from twinphase.backends.cpu.formats import BY_OUTPUTS, PackedFormat
 from twinphase.errors import InvalidRequestError
 
 
@@ -31,8 +31,9 @@ class Isa:
         needs: processor features without which the path cannot run.
         cpu: LLVM processor name the kernels are compiled for; "" is this machine's own.
         registers: vector registers, which bound the register tiles.
-        matrix_tiles: whether attention, linear layers of many rows, and those on BF16 weights,
+        matrix_tiles: whether attention, and linear layers of many rows and those on BF16 weights,
             multiply in matrix tiles (AMX).
+        bf16_weights: whether linear layers on quantized weights multiply in tiles of bfloat16, too.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Isa:
     bf16_dot: bool = False
     cpu: str = ""
     matrix_tiles: bool = False
+    bf16_weights: bool = False
 
     @property
     def converts_f16(self) -> bool:
@@ -60,7 +62,9 @@ class Isa:
 
     def takes_bf16(self, weights: str) -> bool:
         """Whether linear layers on such weights, except experts, take bfloat16 rows."""
-        return self.matrix_tiles and weights == "BF16"
+        if weights == "BF16":
+            return self.matrix_tiles
+        return self.bf16_weights and weights in BY_OUTPUTS
 
     def takes_panels(self, fmt: PackedFormat) -> bool:
         """Whether weights are unpacked in panels for many rows, where that was seen to pay off."""
@@ -106,6 +110,17 @@ ISAS = {
             registers=32,
             cpu="sapphirerapids",
             matrix_tiles=True,
+        ),
+        Isa(
+            "avx512-amx-bf16",
+            needs=(*_BF16, "amx-tile", "amx-int8", "amx-bf16"),
+            lanes=16,
+            dot="vnni",
+            bf16_dot=True,
+            registers=32,
+            cpu="sapphirerapids",
+            matrix_tiles=True,
+            bf16_weights=True,
         ),
         Isa(
             "avx512-bf16",

@@ -21,7 +21,13 @@ from twinphase.backends.cpu.tiling import (
     GATE_TILES_PER_ROW,
     LOGIT_TILES_PER_ROW,
 )
-from twinphase.backends.cpu.weights import Embedding, Matrix, Part, Vector, padded
+from twinphase.backends.cpu.weights import (
+    Embedding,
+    Matrix,
+    Part,
+    Vector,
+    padded,
+)
 from twinphase.blueprint import Blueprint, KVShape, Rope, Span
 
 FEW_ROWS = 16
@@ -206,7 +212,7 @@ class Operations:
     def _reserve_scratch(self, part: Part, rows: int) -> None:
         """Have threads bring what a layer with up to `rows` rows in a tile needs."""
         if part.tiled:
-            self.scratch_bytes = max(self.scratch_bytes, 64)  # of the tiles' shapes
+            self.scratch_bytes = max(self.scratch_bytes, tiling.BF16_SCRATCH_BYTES)
         elif part.type in FORMATS:
             needed = tiling.scratch_bytes(self.isa, part.type, rows)
             self.scratch_bytes = max(self.scratch_bytes, needed)
@@ -223,26 +229,25 @@ class Operations:
         """Addresses of the strips and of the rows a tile takes, and of the number of tiles.
 
         Many rows: one strip, so that its weights stay in the first-level cache and the rows in the
-        second; several strips of `tiled` weights, which share each panel of the rows.
-        Few rows: about eight tiles a thread, long enough to stream memory, short enough to even
-        out.
+        second. Few rows: about eight tiles a thread, long enough to stream memory, short enough to
+        even out. Tiles in bfloat16 are cut by `tiling.bf16_chunk`.
         """
         wanted = TILES_PER_THREAD * self.threads
-        row_bytes = min(row_bytes, tiling.DENSE_PANEL_ROW_BYTES) if tiled else row_bytes
 
         def chunk(counts: dict[str, int]) -> int:
+            if tiled:
+                return tiling.bf16_chunk(counts[rows], row_bytes, strips, wanted)[0]
             return tiling.row_chunk(counts[rows], row_bytes, strips, wanted, self.isa.matrix_tiles)
 
         def chunks(counts: dict[str, int]) -> int:
             return -(-counts[rows] // chunk(counts))
 
         def per_tile(counts: dict[str, int]) -> int:
+            if tiled:
+                return tiling.bf16_chunk(counts[rows], row_bytes, strips, wanted)[1]
             if counts[rows] <= FEW_ROWS:
                 return max(1, strips // wanted)
-            several = (
-                min(tiling.DENSE_STRIPS_PER_PASS, strips * chunks(counts) // wanted) if tiled else 1
-            )
-            return max(several, -(-strips * chunks(counts) // MAX_LINEAR_TILES))
+            return max(1, -(-strips * chunks(counts) // MAX_LINEAR_TILES))
 
         def tiles(counts: dict[str, int]) -> int:
             return -(-strips // per_tile(counts)) * chunks(counts)

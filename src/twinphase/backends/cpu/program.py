@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.cpu.formats import GROUP_INPUTS
 from twinphase.backends.cpu.threads import Command, aligned, libc_address
-from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS
+from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS, MATRIX_TILE_ROWS
 from twinphase.backends.cpu.weights import padded
 from twinphase.backends.group import Group
 from twinphase.blueprint import Span
@@ -189,7 +189,7 @@ class Program:
         free = self._free.get((rows, width, quantized, shared))
         if free:
             return free.pop()
-        count = rows_in(self.max_rows, rows) + 8
+        count = padded(rows_in(self.max_rows, rows), 2 * MATRIX_TILE_ROWS) + 8
         new = self._new_shared if shared else aligned
         if quantized:
             groups = width // 32
@@ -276,10 +276,11 @@ class Program:
         return out
 
     def round(self, source: Memory) -> Memory:
-        """The rows of `source` as bfloat16."""
+        """The rows of `source` as bfloat16, in the order of matrix tiles."""
         out = Memory(self, source.rows, source.width // 2, quantized=False)
-        args = [source.data, source.stride, source.groups, out.data]
-        self.add_rows("round_rows", args, [source.data], out)
+        args = [self.count(out.rows), source.data, source.stride, source.groups, out.data]
+        tiles = self.tiles(out.rows, MATRIX_TILE_ROWS)
+        self.add("round_rows", tiles, args, [source.data], [(out.data, 0)])
         return out
 
 

@@ -22,10 +22,23 @@ PANEL_GROUPS = 16
 # Groups are multiplied in batches before they are scaled.
 MATRIX_BATCH_GROUPS = 4
 DENSE_TILE_INPUTS = 32
-# A panel of many rows stays in the second-level cache.
-DENSE_PANEL_TILES = 32
-DENSE_PANEL_ROW_BYTES = 2 * DENSE_TILE_INPUTS * DENSE_PANEL_TILES
-DENSE_STRIPS_PER_PASS = 8
+# Linear layers in bfloat16 tiles: bytes of 32 inputs of a strip, and such tiles in a panel of it.
+WEIGHT_TILE_BYTES = 2 * STRIP_OUTPUTS * DENSE_TILE_INPUTS
+WEIGHT_PANEL_TILES = 24
+# Up to this number of rows, sums stay in registers for all of a strip's weights.
+FEW_TILE_ROWS = 2 * MATRIX_TILE_ROWS
+# Rows of a tile: their bfloat16 numbers stay in the second-level cache, all of them or a panel.
+BF16_CHUNK_ROWS = 512
+BF16_CHUNK_BYTES = 3 << 19
+# Where a panel of the rows stays in that cache, so many strips share it; their sums wait.
+BF16_PANEL_ROWS = 256
+BF16_PANEL_STRIPS = 4
+# Offsets in a thread's scratch memory; the tiles' shapes are at 0, and sums come last.
+BF16_AREAS = {"numbers": 64, "panel": 64 + 4 * 4 * STRIP_OUTPUTS}
+BF16_AREAS["sums"] = BF16_AREAS["panel"] + WEIGHT_TILE_BYTES * WEIGHT_PANEL_TILES
+BF16_SCRATCH_BYTES = BF16_AREAS["sums"] + 4 * STRIP_OUTPUTS * max(
+    BF16_CHUNK_ROWS, BF16_PANEL_ROWS * BF16_PANEL_STRIPS
+)
 ELEMENTWISE_TILE_ROWS = 4
 # A slot is an expert that has rows: its number, its first row, and the end of its rows, in int32.
 SLOT_INTS = 3
@@ -64,6 +77,23 @@ def row_chunk(
     if not matrix_tiles:
         return max(1, -(-rows // chunks))
     return min(MATRIX_CHUNK_ROWS, -(-rows // (chunks * MATRIX_TILE_ROWS)) * MATRIX_TILE_ROWS)
+
+
+def bf16_chunk(rows: int, row_bytes: int, strips: int, tiles: int) -> tuple[int, int]:
+    """Rows and strips of a linear layer's tile in bfloat16, rows in whole matrix tiles.
+
+    Few rows take strips in about `tiles` tiles.
+    """
+    if rows <= FEW_TILE_ROWS:
+        return FEW_TILE_ROWS, max(1, strips // tiles)
+    most = BF16_CHUNK_ROWS
+    per_tile = 1
+    if BF16_CHUNK_ROWS * row_bytes > BF16_CHUNK_BYTES:
+        most = BF16_PANEL_ROWS
+        per_tile = BF16_PANEL_STRIPS
+    chunks = max(-(-rows // most), min(-(-tiles // strips), rows // 64))
+    chunk = -(-rows // (chunks * FEW_TILE_ROWS)) * FEW_TILE_ROWS
+    return chunk, max(1, min(per_tile, strips * chunks // tiles))
 
 
 def most_chunk_rows(row_bytes: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.cpu.formats import FORMATS, GROUP_INPUTS, STRIP_OUTPUTS
+from twinphase.backends.cpu.formats import BY_OUTPUTS, FORMATS, GROUP_INPUTS, STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.threads import Command
 from twinphase.backends.cpu.tiling import DENSE_TILE_INPUTS
@@ -76,7 +76,7 @@ class Part:
     groups: int  # of 32 inputs, or single inputs in a dense part
     column: int
     strip_bytes: int
-    tiled: bool = False  # dense, in the order of matrix tiles, which take bfloat16 inputs
+    tiled: bool = False  # in the order of bfloat16 matrix tiles, which take such rows
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +137,7 @@ def check_type(name: str) -> None:
 def _strip_bytes(info: TensorInfo, tiled: bool) -> int:
     inputs = info.shape[-1]
     if info.type in FORMATS:
-        return FORMATS[info.type].strip_bytes(inputs)
+        return (BY_OUTPUTS if tiled else FORMATS)[info.type].strip_bytes(inputs)
     return (
         STRIP_OUTPUTS
         * (padded(inputs, DENSE_TILE_INPUTS) if tiled else inputs)
@@ -150,7 +150,12 @@ def _strips(info: TensorInfo) -> int:
     return padded(info.shape[-2]) // STRIP_OUTPUTS
 
 
-def arena_bytes(checkpoint: Checkpoint, tied: bool) -> int:
+def _tiled(info: TensorInfo, isa: Isa) -> bool:
+    """Whether a tensor is packed for matrix tiles in bfloat16, which experts are not."""
+    return len(info.shape) == 2 and isa.takes_bf16(info.type)
+
+
+def arena_bytes(checkpoint: Checkpoint, tied: bool, isa: Isa) -> int:
     """Memory for all matrices, the embedding included when it is also the output head."""
     total = 0
     mapped = ("per_layer_token_embd.weight", "" if tied else "token_embd.weight")
@@ -159,12 +164,13 @@ def arena_bytes(checkpoint: Checkpoint, tied: bool) -> int:
             # An exact layer (`place`) takes float32.
             exact = replace(info, type="F32") if info.name.endswith(EXACT) else info
             total += (
-                math.prod(info.shape[:-2]) * _strips(info) * _strip_bytes(exact, tiled=True) + 64
+                math.prod(info.shape[:-2]) * _strips(info) * _strip_bytes(exact, _tiled(exact, isa))
+                + 64
             )
     return total
 
 
-Pack = Callable[[str, Sequence[int], int], Command]  # (type, arguments, strips)
+Pack = Callable[[str, Sequence[int], int], Command]  # (kernel, arguments, strips)
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,8 @@ class Fill:
                 row_bytes = len(raw) // outputs
                 groups = inputs // GROUP_INPUTS
                 args = [raw.ctypes.data, row_bytes, outputs, groups, memory.ctypes.data]
-                commands.append(pack(info.type, args, _strips(info)))
+                order = "pack_tiles" if self.tiled else "pack"
+                commands.append(pack(f"{order}:{info.type}", args, _strips(info)))
             elif self.tiled:
                 _pack_tiles(raw, info, memory)
             else:
@@ -222,7 +229,7 @@ def place(
         check_type(info.type)
         if exact:
             info = replace(info, type="F32")
-        tiled = len(info.shape) == 2 and isa.takes_bf16(info.type)
+        tiled = _tiled(info, isa)
         strips = _strips(info)
         strip_bytes = _strip_bytes(info, tiled)
         memory = take(math.prod(info.shape[:-2]) * strips * strip_bytes)
@@ -270,14 +277,14 @@ def _pack_dense(raw: NDArray[np.uint8], info: TensorInfo, memory: NDArray[np.uin
 
 
 def _pack_tiles(raw: NDArray[np.uint8], info: TensorInfo, memory: NDArray[np.uint8]) -> None:
-    """[strip][32 inputs][16 outputs' block][pair of inputs][output][2], as tiles are loaded."""
+    """[strip][32 inputs][output][input], as tiles are loaded."""
     outputs, inputs = info.shape
     rows = raw.view(np.uint16).reshape(outputs, inputs)
     more = padded(outputs) - outputs, padded(inputs, DENSE_TILE_INPUTS) - inputs
     if any(more):
         rows = np.pad(rows, [(0, count) for count in more])
-    strips = rows.reshape(-1, 2, 16, rows.shape[1] // DENSE_TILE_INPUTS, 16, 2)
-    tiles = strips.transpose(0, 3, 1, 4, 2, 5)
+    strips = rows.reshape(-1, STRIP_OUTPUTS, rows.shape[1] // DENSE_TILE_INPUTS, DENSE_TILE_INPUTS)
+    tiles = strips.swapaxes(1, 2)
     memory[: rows.nbytes].view(np.uint16).reshape(tiles.shape)[:] = tiles
 
 

@@ -17,6 +17,30 @@ EACH_BYTE = 0x01010101
 SIGN_BITS = 0x80 * EACH_BYTE
 
 
+def turned(e: Emit, rows: list[Value]) -> list[Value]:
+    """Columns of 16 rows of four words: four vectors of a word of each row."""
+    # Rows 0, 4, 8 and 12 in one vector, 1, 5, 9 and 13 in the next, and so on: 4 x 4 words turn
+    # within 128 bits.
+    pairs = [e.shuffle(rows[i], rows[i + 4], range(8)) for i in (0, 1, 2, 3, 8, 9, 10, 11)]
+    return turned_within(e, [e.shuffle(pairs[i], pairs[i + 4], range(16)) for i in range(4)])
+
+
+def turned_within(e: Emit, rows: list[Value]) -> list[Value]:
+    """Turn 4 x 4 words within each 128 bits of four vectors."""
+    low = [0, 16, 1, 17]
+    high = [2, 18, 3, 19]
+    first = [0, 1, 16, 17]
+    second = [2, 3, 18, 19]
+
+    def within(left: Value, right: Value, lanes: list[int]) -> Value:
+        return e.shuffle(left, right, [4 * part + lane for part in range(4) for lane in lanes])
+
+    halves = [
+        (within(rows[0], rows[1], lanes), within(rows[2], rows[3], lanes)) for lanes in (low, high)
+    ]
+    return [within(left, right, lanes) for left, right in halves for lanes in (first, second)]
+
+
 class Blocks:
     """The same block of several rows, by `weights/block_formats.py`.
 
@@ -104,25 +128,9 @@ class Blocks:
         return self._turned[at][number % 4]
 
     def _turn(self, at: int) -> list[Value]:
-        e = self.e
-        loads = [e.load(vector(I32, 4), row, self.offset, at) for row in self.rows]
-        # Rows 0, 4, 8 and 12 in one vector, 1, 5, 9 and 13 in the next, and so on: 4 x 4 words turn
-        # within 128 bits.
-        pairs = [e.shuffle(loads[i], loads[i + 4], range(8)) for i in (0, 1, 2, 3, 8, 9, 10, 11)]
-        rows = [e.shuffle(pairs[i], pairs[i + 4], range(16)) for i in range(4)]
-        low = [0, 16, 1, 17]
-        high = [2, 18, 3, 19]
-        first = [0, 1, 16, 17]
-        second = [2, 3, 18, 19]
-
-        def within(left: Value, right: Value, lanes: list[int]) -> Value:
-            return e.shuffle(left, right, [4 * part + lane for part in range(4) for lane in lanes])
-
-        halves = [
-            (within(rows[0], rows[1], lanes), within(rows[2], rows[3], lanes))
-            for lanes in (low, high)
-        ]
-        return [within(left, right, lanes) for left, right in halves for lanes in (first, second)]
+        return turned(
+            self.e, [self.e.load(vector(I32, 4), row, self.offset, at) for row in self.rows]
+        )
 
     def word(self, at: int, element: ir.Type) -> Value:
         """An unsigned number of that size."""

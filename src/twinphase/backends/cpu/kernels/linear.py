@@ -17,7 +17,7 @@ from twinphase.backends.cpu.emit import F16, F32, I16, I32, Emit, Value, vector
 from twinphase.backends.cpu.formats import FORMATS, GROUPS_PER_SUPERBLOCK, STRIP_OUTPUTS
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, Kernel, emitted, fields, load_i64
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.kernels.dense_tiles import strips_in_dense_tiles
+from twinphase.backends.cpu.kernels.bf16_tiles import strips_in_bf16_tiles
 from twinphase.backends.cpu.kernels.linear_tiles import strips_in_matrix_tiles
 from twinphase.backends.cpu.kernels.panels import strips_in_panels
 from twinphase.backends.cpu.kernels.register_tile import (
@@ -40,8 +40,12 @@ def quantized_linear(isa: Isa, format_name: str) -> Kernel:
 
     Arguments: operands (w, groups, data, data stride, scale, fsum, scale stride, isum, out, out
     stride, residual, residual stride), strips, addresses of the row count, of the strips and of the
-    rows that a tile takes. Strides are bytes.
+    rows that a tile takes. Strides are bytes. Where weights are multiplied in bfloat16 tiles, x is
+    as `quantize.round_rows` writes it, scale is the address of the weights' tables, and fsum and
+    isum are not read.
     """
+    if isa.takes_bf16(format_name):
+        return _linear_kernel(strips_in_bf16_tiles(isa, format_name))
     return _linear_kernel(_quantized_run(isa, format_name))
 
 
@@ -57,11 +61,11 @@ def dense_linear(isa: Isa, dtype: str) -> Kernel:
     """Multiply float32 rows by F32, F16 or BF16 weights, strips of [inputs][32 outputs].
 
     Arguments as above: groups is the number of inputs; scale, fsum and isum are not read. Where
-    BF16 weights are multiplied in matrix tiles, x is bfloat16 and strips are as `dense_tiles.py`
-    says.
+    BF16 weights are multiplied in matrix tiles, x is as `quantize.round_rows` writes it, and strips
+    are [32 inputs][32 outputs][input].
     """
     if isa.takes_bf16(dtype):
-        return _linear_kernel(strips_in_dense_tiles(isa))
+        return _linear_kernel(strips_in_bf16_tiles(isa, dtype))
     return _linear_kernel(_strips_kernel(isa, *_dense(isa, dtype)))
 
 

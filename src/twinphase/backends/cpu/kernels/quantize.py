@@ -9,9 +9,17 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from twinphase.backends.cpu.emit import F32, I8, I32, Emit, Value, vector
-from twinphase.backends.cpu.intrinsics import Kernel, row_kernel
+from twinphase.backends.cpu.emit import F32, I8, I32, I64, Emit, Value, vector
+from twinphase.backends.cpu.intrinsics import (
+    KERNEL_SIGNATURE,
+    Kernel,
+    emitted,
+    fields,
+    row_kernel,
+)
 from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels.blocks import turned
+from twinphase.backends.cpu.tiling import MATRIX_TILE_ROWS
 
 # Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits.
 MAGIC = 12582912.0
@@ -65,16 +73,49 @@ def quantize(isa: Isa) -> Kernel:
 
 
 def round_rows(isa: Isa) -> Kernel:
-    """Round rows to bfloat16, to nearest even.
+    """Round 16 rows to bfloat16, to nearest even, in the order of matrix tiles.
 
-    Arguments: rows' address, source, source stride, groups of 32, out.
+    That is [16 rows' block][32 inputs][pair of inputs][row][2], the right operand of a tile
+    instruction. Places of rows that are not there keep what they had.
+
+    Arguments: address of the row count, source, source stride, groups of 32, out.
     """
+    words = vector(I32, 4)
 
-    def write(e: Emit, m, source, stride, groups, out):
-        row = e.add(source, e.mul(m, stride))
-        first = e.mul(m, groups)
+    def write(e: Emit, tile, scratch, count, source, stride, groups, out):
+        first = e.mul(tile, MATRIX_TILE_ROWS)
+        rows = e.least(e.b.sub(e.load(I64, count), first), e.i64(MATRIX_TILE_ROWS))
+        row = e.add(source, e.mul(first, stride))
+        to = e.add(out, e.mul(e.mul(tile, groups), 64 * MATRIX_TILE_ROWS))
+
+        def rounded(m: Value, g: Value) -> Value:
+            at = e.add(e.mul(m, stride), e.mul(g, 128))
+            return e.to_bf16(*(e.load(vector(F32, 16), row, at, half) for half in (0, 64)))
+
         with e.loop(0, groups) as g:
-            low, high = (e.load(vector(F32, 16), row, e.mul(g, 128), at) for at in (0, 64))
-            e.store(e.to_bf16(low, high), out, e.mul(e.add(first, g), 64))
+            here = e.add(to, e.mul(g, 64 * MATRIX_TILE_ROWS))
+            with e.b.if_else(e.b.icmp_signed("<", rows, e.i64(5))) as (few, many):
+                with few, e.loop(0, rows) as m:
+                    pairs = rounded(m, g)
+                    for i in range(16):
+                        pair = e.b.extract_element(pairs, ir.Constant(I32, i))
+                        e.store(pair, here, e.mul(m, 4), 64 * i)
+                with many:
+                    for m in range(MATRIX_TILE_ROWS):
+                        last = e.add(rows, -1)
+                        e.store(rounded(e.least(e.i64(m), last), g), scratch, 64 * m)
+                    for quarter in range(4):
+                        loads = [
+                            e.load(words, scratch, 64 * m + 16 * quarter)
+                            for m in range(MATRIX_TILE_ROWS)
+                        ]
+                        for i, pairs in enumerate(turned(e, loads)):
+                            e.store(pairs, here, 64 * (4 * quarter + i))
 
-    return row_kernel(isa, write)
+    block = emitted(isa, write)
+    arguments = fields(5)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        block(tile, scratch, *arguments(args))
+
+    return KERNEL_SIGNATURE, kernel
