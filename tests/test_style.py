@@ -45,10 +45,10 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 41_000,
-    "tests": 387_100,
+    "benchmarks": 41_100,
+    "tests": 387_300,
     "twinphase": 18_100,
-    "twinphase/backends": 119_200,
+    "twinphase/backends": 122_800,
     "twinphase/cache": 6_000,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 30_000,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_300,
 }
-MAX_TOKENS = {"src": 518_100, "tests": 387_100, "benchmarks": 41_000}
+MAX_TOKENS = {"src": 521_700, "tests": 387_300, "benchmarks": 41_100}
 
 SKIPPED = {
     tokenize.COMMENT,
