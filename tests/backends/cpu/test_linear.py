@@ -85,11 +85,14 @@ def linear(
         else (residual, residual.strides[0])
     )
     cells = np.array([rows, per_tile, ROW_CHUNK], np.int64)
-    source, row_bytes = (
-        (x.x, x.x.strides[0]) if spec.startswith("dense") else (x.data, x.x.shape[1])
-    )
+    source: NDArray[np.generic] = x.data
+    row_bytes = x.x.shape[1]
     if choose_isa(isa).takes_bf16(spec.partition(":")[2]):
-        source, row_bytes = x.tiles, 2 * x.x.shape[1]
+        source = x.tiles
+        row_bytes = 2 * x.x.shape[1]
+    elif spec.startswith("dense"):
+        source = x.x
+        row_bytes = x.x.strides[0]
     args = [weights, groups, source.ctypes.data, row_bytes]
     args += [x.scale.ctypes.data, x.fsum.ctypes.data, 4 * (x.x.shape[1] // 32), x.isum.ctypes.data]
     args += [out.ctypes.data, out.strides[0], base.ctypes.data, stride]

@@ -26,7 +26,7 @@ class CpuDevice:
     def units(self, weights: Set[tuple[str, int]]) -> Units:
         """Quantized weights are multiplied with int8 activations, keys with int8 queries.
 
-        Where any weights take rows in bfloat16, linear layers are said to be computed in it.
+        Where any weights take rows in bfloat16, bfloat16 stands for all linear layers.
         """
         quantized = not {name for name, _ in weights} <= DENSE_BYTES.keys()
         linear = "int8" if quantized else "float32"

@@ -30,7 +30,7 @@ FEW_TILE_ROWS = 2 * MATRIX_TILE_ROWS
 # Rows of a tile: their bfloat16 numbers stay in the second-level cache, all of them or a panel.
 BF16_CHUNK_ROWS = 512
 BF16_CHUNK_BYTES = 3 << 19
-# Where a panel of the rows stays in that cache, so many strips share it; their sums wait.
+# Where only a panel of the rows stays in that cache: rows, and strips that share it.
 BF16_PANEL_ROWS = 256
 BF16_PANEL_STRIPS = 4
 # Offsets in a thread's scratch memory; the tiles' shapes are at 0, and sums come last.
