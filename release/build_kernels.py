@@ -33,7 +33,10 @@ from twinphase.backends.cpu.prebuilt import FOLDER, Bundle, write_bundle
 
 SHAPES = Path(__file__).with_name("kernel_shapes.toml")
 PATHS = {
-    "x86_64": ("avx512-amx", "avx512-bf16", "avx512-vnni", "avx2-vnni", "avx2"),
+    "x86_64": (
+        *("avx512-amx", "avx512-amx-bf16", "avx512-bf16"),
+        *("avx512-vnni", "avx2-vnni", "avx2"),
+    ),
     "aarch64": ("neon-dot",),
 }
 DENSE = ("F32", "F16", "BF16")
@@ -48,7 +51,6 @@ ALWAYS = (
     "multiply",
     "norm_columns",
     "quantize",
-    "round_rows",
     "route",
     "route_sigmoid",
     "sort_rows",
@@ -95,8 +97,8 @@ ALWAYS = (
 )
 
 
-def shipped_specs() -> list[str]:
-    """Specs of the kernels in a bundle, those that take longest to compile first."""
+def shipped_specs(isa: Isa) -> list[str]:
+    """Specs of the kernels in a path's bundle, those that take longest to compile first."""
     attention: set[str] = set()
     rope: set[str] = set()
     for family in tomllib.loads(SHAPES.read_text(encoding="utf-8")).values():
@@ -112,6 +114,8 @@ def shipped_specs() -> list[str]:
         *(f"dense_{what}:{name}" for what in ("linear", "experts") for name in DENSE),
         *(f"embed:{name}" for name in (*FORMATS, *DENSE)),
         *(f"pack:{name}" for name in FORMATS),
+        *(f"pack_tiles:{name}" for name in FORMATS if isa.takes_bf16(name)),
+        *(["round_rows"] if isa.matrix_tiles else []),
     ]
     return [*sorted(attention, reverse=True), *weights, *sorted(rope), *ALWAYS]
 
@@ -144,9 +148,9 @@ def main() -> None:
     possible = PATHS.get(platform.machine(), ())
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("isa", nargs="*", default=possible, help=f"paths: {', '.join(possible)}")
-    specs = shipped_specs()
     with Progress() as progress:
         for name in parser.parse_args().isa:
+            specs = shipped_specs(ISAS[name])
             begin = time.perf_counter()
             path = build(ISAS[name], specs, progress)
             seconds = time.perf_counter() - begin
