@@ -48,7 +48,7 @@ BUDGET: dict[str, int] = {
     "benchmarks": 41_100,
     "tests": 387_700,
     "twinphase": 18_100,
-    "twinphase/backends": 122_800,
+    "twinphase/backends": 122_700,
     "twinphase/cache": 6_000,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 30_000,

@@ -97,7 +97,7 @@ class Scheduler:
         self._times = times
         self._key = self.fair.key
         self._seat_wanted_since: float | None = None
-        self._wanted = ""  # One of SCARCE, or nothing.
+        self._wanted = ""  # What the first waiting request lacked in the last step, or nothing.
         self._next_seat_taken = 0.0  # The earliest time, by `seconds`.
         self._requests: dict[str, Request] = {}
         self._num_added = 0

@@ -156,6 +156,7 @@ def test_quantized(name, isa):
         (70, 3 * unit, 5, 2),
         (100, 7 * unit, 11, 3),
         (33, 2 * unit, ROW_CHUNK + 3, 1),
+        (200, unit, ROW_CHUNK + 3, 7),  # more sums than wait at once in bfloat16 tiles
     ):
         raw = random_blocks(rng, outputs, inputs, name)
         weights = pack(isa, name, raw, inputs)

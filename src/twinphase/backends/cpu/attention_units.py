@@ -30,8 +30,8 @@ UNITS_PER_THREAD = 8
 # Query heads of a group times tokens. A sequence with more rows has enough work for all threads, so
 # its tiles stay together.
 FEW_ROWS = 64
-# Up to this number of tokens of a sequence, int8 values are best converted in registers, once for
-# each register tile.
+# Up to this number of tokens of a sequence, int8 values are best converted by decode's kernel: in
+# registers, once for each register tile (with matrix tiles in memory, once for each KV tile).
 INT8_TOKENS = 3
 # With fewer units per thread, they are cut until threads are busy for that part of the time.
 FEW_UNITS = 6
@@ -87,7 +87,7 @@ def spread_heads(shape: KVShape, limits: Limits) -> int:
 def partial_room(shape: KVShape, group: int, limits: Limits) -> int:
     """Number of partial results that there is room for."""
     tiles = -(-limits.positions // TILE_TOKENS)
-    # Few rows that are for prefill's kernel are whole register tiles of it.
+    # Where prefill's kernel takes few rows, they are padded to whole register tiles.
     rows = -(-padded_group(group) * PARTIAL_TOKENS // limits.prefill_rows) * limits.prefill_rows
     return spread_heads(shape, limits) * tiles * rows
 

@@ -26,11 +26,12 @@ class CpuDevice:
     def units(self, weights: Set[tuple[str, int]]) -> Units:
         """Quantized weights are multiplied with int8 activations, keys with int8 queries.
 
-        Where any weights take rows in bfloat16, bfloat16 stands for all linear layers.
+        Quantized weights decide where there are any. Where a path multiplies them in bfloat16, and
+        the model has no experts in them, bfloat16 stands for all linear layers.
         """
-        quantized = not {name for name, _ in weights} <= DENSE_BYTES.keys()
+        quantized = {(name, dims) for name, dims in weights if name not in DENSE_BYTES}
         linear = "int8" if quantized else "float32"
-        tiled = {dims for name, dims in weights if self._isa.takes_bf16(name)}
+        tiled = {dims for name, dims in quantized or weights if self._isa.takes_bf16(name)}
         if tiled == {2}:
             linear = "bfloat16"
         return Units(linear, "int8", "bfloat16" if self._isa.bf16_dot else "float32")

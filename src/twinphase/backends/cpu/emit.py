@@ -406,16 +406,13 @@ class Emit:
         args += [] if at is None else [self.pointer(at[0], I8), at[1]]
         self.call(f"llvm.x86.{operation}", ir.VoidType(), *args)
 
-    def shape_tiles(self, shapes: Sequence[tuple[int | Value, int]], scratch: Value) -> None:
+    def shape_tiles(self, shapes: Sequence[tuple[int, int]], scratch: Value) -> None:
         """Give tiles their (rows, bytes per row) by 64 bytes of `scratch`."""
         palette = [1, *[0] * 63]
         for tile, (rows, width) in enumerate(shapes):
             palette[16 + 2 * tile] = width
-            palette[48 + tile] = rows if isinstance(rows, int) else 0
+            palette[48 + tile] = rows
         self.store(ir.Constant(vector(I8, 64), palette), scratch)
-        for tile, (rows, _) in enumerate(shapes):
-            if not isinstance(rows, int):
-                self.store(self.b.trunc(rows, I8), scratch, 48 + tile)
         self.call("llvm.x86.ldtilecfg", ir.VoidType(), self.pointer(scratch, I8))
 
     def dot_bf16(self, total: Value, left: Value, right: Value) -> Value:

@@ -21,13 +21,7 @@ from twinphase.backends.cpu.tiling import (
     GATE_TILES_PER_ROW,
     LOGIT_TILES_PER_ROW,
 )
-from twinphase.backends.cpu.weights import (
-    Embedding,
-    Matrix,
-    Part,
-    Vector,
-    padded,
-)
+from twinphase.backends.cpu.weights import Embedding, Matrix, Part, Vector, padded
 from twinphase.blueprint import Blueprint, KVShape, Rope, Span
 
 FEW_ROWS = 16
@@ -243,11 +237,12 @@ class Operations:
             return -(-counts[rows] // chunk(counts))
 
         def per_tile(counts: dict[str, int]) -> int:
+            least = -(-strips * chunks(counts) // MAX_LINEAR_TILES)
             if tiled:
-                return tiling.bf16_chunk(counts[rows], row_bytes, strips, wanted)[1]
+                return max(least, tiling.bf16_chunk(counts[rows], row_bytes, strips, wanted)[1])
             if counts[rows] <= FEW_ROWS:
                 return max(1, strips // wanted)
-            return max(1, -(-strips * chunks(counts) // MAX_LINEAR_TILES))
+            return max(1, least)
 
         def tiles(counts: dict[str, int]) -> int:
             return -(-strips // per_tile(counts)) * chunks(counts)

@@ -36,9 +36,9 @@ BF16_PANEL_STRIPS = 4
 # Offsets in a thread's scratch memory; the tiles' shapes are at 0, and sums come last.
 BF16_AREAS = {"numbers": 64, "panel": 64 + 4 * 4 * STRIP_OUTPUTS}
 BF16_AREAS["sums"] = BF16_AREAS["panel"] + WEIGHT_TILE_BYTES * WEIGHT_PANEL_TILES
-BF16_SCRATCH_BYTES = BF16_AREAS["sums"] + 4 * STRIP_OUTPUTS * max(
-    BF16_CHUNK_ROWS, BF16_PANEL_ROWS * BF16_PANEL_STRIPS
-)
+# Rows times strips whose sums wait; a tile of more takes its strips in turn.
+BF16_SUM_ROWS = max(BF16_CHUNK_ROWS, BF16_PANEL_ROWS * BF16_PANEL_STRIPS)
+BF16_SCRATCH_BYTES = BF16_AREAS["sums"] + 4 * STRIP_OUTPUTS * BF16_SUM_ROWS
 ELEMENTWISE_TILE_ROWS = 4
 # A slot is an expert that has rows: its number, its first row, and the end of its rows, in int32.
 SLOT_INTS = 3

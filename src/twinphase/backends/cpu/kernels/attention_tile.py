@@ -6,6 +6,7 @@ merged in order with the online softmax (Milakov and Gimelshein, 2018; FlashAtte
 2022). Weights and values are multiplied in bfloat16 where the processor can, in float32 elsewhere.
 Since the arithmetic of a row is that of its tiles, prefill (many rows share a tile) and decode (the
 tiles of one row are spread over threads and merged afterwards) give the same bits.
+With matrix tiles, scores, softmax and weighted values are those of `attention_matrix.py`.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from twinphase.backends.cpu.kernels.blocks import turned
 from twinphase.backends.cpu.kernels.register_tile import release_tiles
 from twinphase.backends.cpu.tiling import (
     BF16_AREAS,
+    BF16_SUM_ROWS,
     DENSE_TILE_INPUTS,
     FEW_TILE_ROWS,
     MATRIX_TILE_ROWS,
@@ -43,16 +44,14 @@ PREFETCH_BYTES = 8192
 # Groups that are unpacked and not yet multiplied lie in a ring of this many.
 RING_TILES = 2
 
-Weights = Callable[[Emit, Value], Value]
-
 
 def _begin(e: Emit, scratch: Value) -> None:
     e.shape_tiles([(ROWS, 64)] * 8, scratch)
 
 
-def _sums(both: bool) -> list[tuple[int, int, int]]:
-    """Block of rows, block of outputs and tile of each sum; both blocks of rows, or the first."""
-    return [(j, i, 2 * j + i) for j in range(2 if both else 1) for i in range(2)]
+def _sums(both: bool) -> range:
+    """Tiles of a strip's sums, [block of rows][block of outputs], of one block of rows or both."""
+    return range(4 if both else 2)
 
 
 def _multiply(e: Emit, both: bool, weights: Value, x: Value, block_bytes: Value) -> None:
@@ -69,7 +68,7 @@ def _multiply(e: Emit, both: bool, weights: Value, x: Value, block_bytes: Value)
 
 
 def _store_sums(e: Emit, both: bool, to: Value) -> None:
-    for _, _, tile in _sums(both):
+    for tile in _sums(both):
         e.matrix("tilestored64", tile, at=(e.add(to, tile * TILE_BYTES), e.i64(64)))
 
 
@@ -92,7 +91,7 @@ def _panel_block(
     Per 32 inputs two rows' places of outputs are asked for meanwhile, and that number of lines of
     the weights `ahead`.
     """
-    for _, _, tile in _sums(both):
+    for tile in _sums(both):
         with e.b.if_else(e.b.icmp_signed("!=", is_first, e.i64(0))) as (then, otherwise):
             with then:
                 e.matrix("tilezero", tile)
@@ -143,7 +142,7 @@ def strips_in_bf16_tiles(isa: Isa, type_name: str) -> Any:
     def stream(e: Emit, both: bool, strip, tiles, x, block_bytes, scratch) -> None:
         """All of a strip's weights by few rows."""
         ring = e.add(scratch, BF16_AREAS["panel"])
-        for _, _, tile in _sums(both):
+        for tile in _sums(both):
             e.matrix("tilezero", tile)
         if fmt is not None:
             unpacked(e, strip, e.i64(0), ring, scratch)
@@ -231,10 +230,11 @@ def strips_in_bf16_tiles(isa: Isa, type_name: str) -> Any:
                 panel = panel_at(w + s * strip_bytes, p, count, scratch)
                 sums = scratch + at_sums + (s - first_strip) * strip_sums
                 last = p + count >= tiles
-                # Each block asks for its share of the next panel.
+                # Each block asks for its share of the next strip's panel; after the last of several
+                # strips, of the first one's next panel.
                 blocks = (rows + 2 * ROWS - 1) // (2 * ROWS)
                 lines = (record // 64 + blocks - 1) // blocks
-                ahead = w + s * strip_bytes + (p + count) * record
+                ahead = w + first_strip * strip_bytes + (p + count) * record
                 if s + 1 < end_strip or end_strip - first_strip == 1:
                     ahead = w + (s + 1) * strip_bytes + p * record
                 for m in range(0, rows, 2 * ROWS):
@@ -269,7 +269,10 @@ def strips_in_bf16_tiles(isa: Isa, type_name: str) -> Any:
         if rows <= FEW_TILE_ROWS:
             few(operands, first_strip, end_strip, first_row, rows, tiles, strip_bytes, scratch)
         else:
-            many(operands, first_strip, end_strip, first_row, rows, tiles, strip_bytes, scratch)
+            step = max(1, BF16_SUM_ROWS // ((rows + 2 * ROWS - 1) // (2 * ROWS) * 2 * ROWS))
+            for s in range(first_strip, end_strip, step):
+                end_s = min(end_strip, s + step)
+                many(operands, s, end_s, first_row, rows, tiles, strip_bytes, scratch)
         end()
 
     return run

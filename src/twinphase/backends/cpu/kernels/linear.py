@@ -41,8 +41,7 @@ def quantized_linear(isa: Isa, format_name: str) -> Kernel:
     Arguments: operands (w, groups, data, data stride, scale, fsum, scale stride, isum, out, out
     stride, residual, residual stride), strips, addresses of the row count, of the strips and of the
     rows that a tile takes. Strides are bytes. Where weights are multiplied in bfloat16 tiles, x is
-    as `quantize.round_rows` writes it, scale is the address of the weights' tables, and fsum and
-    isum are not read.
+    as `quantize.round_rows` writes it, and scale, fsum and isum are not read.
     """
     if isa.takes_bf16(format_name):
         return _linear_kernel(strips_in_bf16_tiles(isa, format_name))

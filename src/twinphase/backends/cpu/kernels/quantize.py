@@ -76,7 +76,7 @@ def round_rows(isa: Isa) -> Kernel:
     """Round 16 rows to bfloat16, to nearest even, in the order of matrix tiles.
 
     That is [16 rows' block][32 inputs][pair of inputs][row][2], the right operand of a tile
-    instruction. Places of rows that are not there keep what they had.
+    instruction. Nothing reads the places of rows that are not there.
 
     Arguments: address of the row count, source, source stride, groups of 32, out.
     """
