@@ -33,8 +33,8 @@ class Isa:
         registers: vector registers, which bound the register tiles.
         matrix_tiles: whether attention, and linear layers of many rows and those on BF16 weights,
             multiply in matrix tiles (AMX).
-        bf16_weights: whether linear layers on quantized weights of `BY_OUTPUTS` multiply in bfloat16
-            tiles, too, except experts.
+        bf16_weights: whether linear layers on quantized weights of `BY_OUTPUTS`, except experts,
+            multiply in bfloat16 tiles, too.
     """
 
     name: str
