@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_300,
 }
-MAX_TOKENS = {"src": 521_700, "tests": 387_700, "benchmarks": 41_100}
+MAX_TOKENS = {"src": 521_600, "tests": 387_700, "benchmarks": 41_100}
 
 SKIPPED = {
     tokenize.COMMENT,

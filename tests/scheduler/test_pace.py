@@ -30,6 +30,17 @@ def paced_scheduler(times, pace, **config):
     return make_scheduler(4000, times, pace, block_size=16, max_model_len=8192, **config)
 
 
+def stream_and_long_prompts(times, pace):
+    """A scheduler whose stream decodes and to which three prompts of 3,000 tokens were added."""
+    scheduler = paced_scheduler(times, pace, max_num_seqs=4)
+    scheduler.add(make_request("stream", 256, max_tokens=10_000))
+    run_step(scheduler)
+    prompts = [make_request(f"p{i}", 3000, max_tokens=1) for i in range(3)]
+    for prompt in prompts:
+        scheduler.add(prompt)
+    return scheduler, prompts
+
+
 @pytest.mark.parametrize("row", [0.27e-3, 1e-3, 4e-3])
 @pytest.mark.parametrize("step", [3.5e-3, 15e-3, 60e-3])
 def test_a_stream_keeps_its_pace_and_three_long_prompts_lose_at_most_15_percent(step, row):
@@ -38,12 +49,7 @@ def test_a_stream_keeps_its_pace_and_three_long_prompts_lose_at_most_15_percent(
     pacing = make_pacing(times)
     took = {}
     for pace in (pacing.choose(), Pace()):
-        scheduler = paced_scheduler(times, pace, max_num_seqs=4)
-        scheduler.add(make_request("stream", 256, max_tokens=10_000))
-        run_step(scheduler)
-        prompts = [make_request(f"p{i}", 3000, max_tokens=1) for i in range(3)]
-        for prompt in prompts:
-            scheduler.add(prompt)
+        scheduler, prompts = stream_and_long_prompts(times, pace)
         gaps = []
         while any(prompt.finish_reason is None for prompt in prompts):
             batch, _ = run_step(scheduler)
@@ -139,12 +145,7 @@ def test_a_margin_that_falls_after_the_choice_does_not_lengthen_the_gap():
 
 def prefill_beside_a_drafting_stream(times, pace):
     """Seconds of each step until three long prompts are prefilled; no draft is accepted."""
-    scheduler = paced_scheduler(times, pace, max_num_seqs=4)
-    scheduler.add(make_request("stream", 256, max_tokens=10_000))
-    run_step(scheduler)
-    prompts = [make_request(f"p{i}", 3000, max_tokens=1) for i in range(3)]
-    for prompt in prompts:
-        scheduler.add(prompt)
+    scheduler, prompts = stream_and_long_prompts(times, pace)
     steps = []
     while any(prompt.finish_reason is None for prompt in prompts):
         batch = scheduler.schedule({"stream": [8] * 12} if scheduler.takes_drafts else {})

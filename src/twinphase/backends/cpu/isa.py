@@ -11,7 +11,7 @@ import ctypes
 import os
 import platform
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from twinphase.backends.cpu.formats import BY_OUTPUTS, PackedFormat
@@ -99,30 +99,21 @@ class Isa:
 
 
 _BF16 = ("avx512f", "avx512bw", "avx512vnni", "avx512bf16")
+_AMX = Isa(
+    "avx512-amx",
+    needs=(*_BF16, "amx-tile", "amx-int8", "amx-bf16"),
+    lanes=16,
+    dot="vnni",
+    bf16_dot=True,
+    registers=32,
+    cpu="sapphirerapids",
+    matrix_tiles=True,
+)
 ISAS = {
     isa.name: isa
     for isa in (
-        Isa(
-            "avx512-amx",
-            needs=(*_BF16, "amx-tile", "amx-int8", "amx-bf16"),
-            lanes=16,
-            dot="vnni",
-            bf16_dot=True,
-            registers=32,
-            cpu="sapphirerapids",
-            matrix_tiles=True,
-        ),
-        Isa(
-            "avx512-amx-bf16",
-            needs=(*_BF16, "amx-tile", "amx-int8", "amx-bf16"),
-            lanes=16,
-            dot="vnni",
-            bf16_dot=True,
-            registers=32,
-            cpu="sapphirerapids",
-            matrix_tiles=True,
-            bf16_weights=True,
-        ),
+        _AMX,
+        replace(_AMX, name="avx512-amx-bf16", bf16_weights=True),
         Isa(
             "avx512-bf16",
             needs=_BF16,
