@@ -115,9 +115,14 @@ def shipped_specs(isa: Isa) -> list[str]:
         *(f"embed:{name}" for name in (*FORMATS, *DENSE)),
         *(f"pack:{name}" for name in FORMATS),
         *(f"pack_tiles:{name}" for name in FORMATS if isa.takes_bf16(name)),
-        *(["round_rows"] if isa.matrix_tiles else []),
+        *(["round_rows", "rms_norm:bf16"] if isa.matrix_tiles else []),
+        *(f"gate_tile:{name}:{kind}" for name in ("silu", "gelu") for kind in _gated_kinds(isa)),
     ]
     return [*sorted(attention, reverse=True), *weights, *sorted(rope), *ALWAYS]
+
+
+def _gated_kinds(isa: Isa) -> tuple[str, ...]:
+    return ("q8", "f32", "bf16") if isa.matrix_tiles else ("q8", "f32")
 
 
 def _rope_specs(head_dim: int, family: dict[str, object]) -> Iterator[str]:

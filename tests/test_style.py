@@ -46,9 +46,9 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 41_100,
-    "tests": 387_700,
+    "tests": 389_100,
     "twinphase": 18_100,
-    "twinphase/backends": 122_700,
+    "twinphase/backends": 125_200,
     "twinphase/cache": 6_000,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 30_000,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_300,
 }
-MAX_TOKENS = {"src": 521_600, "tests": 387_700, "benchmarks": 41_100}
+MAX_TOKENS = {"src": 524_100, "tests": 389_100, "benchmarks": 41_100}
 
 SKIPPED = {
     tokenize.COMMENT,

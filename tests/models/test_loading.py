@@ -90,7 +90,7 @@ def test_norms_and_logits_have_the_width_of_what_they_are_given(tmp_path):
 
         def forward(backend: Backend) -> object:
             x = backend.logit_rows(backend.embed(model.embedding))
-            wide = backend.gate_mul(backend.linear(x, model.layers[0].gate_up))
+            wide = backend.gated_linear(x, model.layers[0].gate_up)
             wanted = backend.linear(backend.rms_norm(wide, norm, 1e-5), model.layers[0].down)
             backend.linear(x, model.head)
             return wanted

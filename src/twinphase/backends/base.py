@@ -352,6 +352,9 @@ class Operations(RecurrentOperations, Protocol):
         With `up` the first array is the gate alone, and up are columns of `up` from `first` on.
         """
 
+    def gated_linear(self, x: Array, weight: Array, *, bias: Array | None = None) -> Array:
+        """`gate_mul` of the linear layer of gate and up; [rows, ffn]."""
+
     def moe(
         self,
         x: Array,

@@ -311,6 +311,10 @@ class ReferenceBackend(ReferenceRecurrence):
         wanted = self.inputs.logit_rows
         return wanted if len(x) == len(wanted) else np.arange(len(x), dtype=np.int32)
 
+    def gated_linear(self, x: F32, weight: F32, *, bias: F32 | None = None) -> F32:
+        """activation(gate) * up of the linear layer of both."""
+        return self.gate_mul(self.linear(x, weight, bias=bias))
+
     def gate_mul(self, gate_up: F32, up: F32 | None = None, first: int = 0) -> F32:
         """activation(gate) * up."""
         out: F32

@@ -288,8 +288,11 @@ class Decoder:
         experts = blueprint.experts_of(index)
         h = self._norm(backend, x, layer.ffn_norm)
         if experts is None:
-            h = backend.linear(h, layer.gate_up, bias=layer.gate_up_bias)
-            h = backend.gate_mul(h) if blueprint.ffn_gate else backend.gate_mul(h, h)
+            if blueprint.ffn_gate:
+                h = backend.gated_linear(h, layer.gate_up, bias=layer.gate_up_bias)
+            else:
+                h = backend.linear(h, layer.gate_up, bias=layer.gate_up_bias)
+                h = backend.gate_mul(h, h)
             h = backend.gather(h, blueprint.span("ffn", index))
             # The layer ends here, or with its embedding.
             factor = layer.scale if layer.embedding is None else None
@@ -308,7 +311,7 @@ class Decoder:
         )
         mixed = backend.gather(mixed, blueprint.span("hidden"))
         if layer.shared is not None:
-            own = backend.gate_mul(backend.linear(h, layer.shared.gate_up))
+            own = backend.gated_linear(h, layer.shared.gate_up)
             own = backend.linear(own, layer.shared.down)
             gate = layer.shared.gate
             mixed = (

@@ -93,7 +93,7 @@ def kernel(isa: str, spec: str) -> int:
 
 def call_kernel(address: int, args: Sequence[int], tiles: int) -> None:
     """Run a kernel's tiles in order."""
-    numbers = np.array(args, np.int64)
+    numbers = np.array([*args, *[0] * 8], np.int64)  # as in a program: zeros after them
     place = ctypes.addressof(_RESULT)
     for tile in range(tiles):
         KERNEL(address)(place, place, numbers.ctypes.data, tile, _SCRATCH.ctypes.data)
@@ -125,6 +125,6 @@ def pack(isa: str, name: str, raw: NDArray[np.uint8], inputs: int) -> NDArray[np
     strips = -(-outputs // STRIP_OUTPUTS)
     strip_bytes = packed_format(isa, name).strip_bytes(inputs)
     packed = aligned(strips * strip_bytes, np.uint8)
-    args = [raw.ctypes.data, row_bytes, outputs, inputs // 32, packed.ctypes.data]
+    args = [raw.ctypes.data, row_bytes, outputs, inputs // 32, packed.ctypes.data, strip_bytes]
     call_kernel(kernel(isa, f"{_pack(isa, name)}:{name}"), args, strips)
     return packed[: strips * strip_bytes].reshape(strips, strip_bytes)

@@ -265,9 +265,9 @@ def dense(isa: str, name: str, matrix: F32, x: F32, residual: F32 | None = None)
     memory = aligned(1 << 22, np.uint8)
     order = _pack_tiles if tiled else _pack_dense
     stored = gguf.quants.quantize(matrix, kind).view(np.uint8).reshape(-1)
-    order(
-        stored, info, memory if tiled else memory[: _strip_bytes(info, tiled) * -(-outputs // 32)]
-    )
+    strips = -(-outputs // 32)
+    strip_bytes = _strip_bytes(info, tiled)
+    order(stored, info, memory[: strips * strip_bytes].reshape(strips, strip_bytes))
     rows = Activations(isa, x)
     return linear(
         isa, f"dense_linear:{name}", memory.ctypes.data, inputs, outputs, rows, 2, residual

@@ -164,7 +164,7 @@ class CpuBackend:
             if b.recurrent_layers:
                 operations.states = StateMemory(slot_layout(b, 0), np.empty(0, np.uint8), 1, 1)
             logits = forward(operations)
-            logits.memory(quantized=False)
+            logits.memory("f32")
         return sorted(kernels)
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:

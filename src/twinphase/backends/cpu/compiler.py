@@ -51,6 +51,7 @@ KERNELS = {
             "pick_rows",
         ),
         "embedding": ("embed",),
+        "gate_tile": ("gate_tile",),
         "linear": ("quantized_linear", "dense_linear", "quantized_experts", "dense_experts"),
         "packing": ("pack", "pack_tiles"),
         "program": ("run_program",),

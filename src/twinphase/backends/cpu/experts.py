@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.cpu.formats import FORMATS, STRIP_OUTPUTS
+from twinphase.backends.cpu.formats import STRIP_OUTPUTS
 from twinphase.backends.cpu.operations import (
     FEW_ROWS,
-    MAX_LINEAR_TILES,
     TILES_PER_THREAD,
     Operations,
     float_bits,
+    kind_of_rows,
     layer_spec,
 )
 from twinphase.backends.cpu.program import Buffer, Memory, rows_in
 from twinphase.backends.cpu.threads import aligned
-from twinphase.backends.cpu.tiling import SLOT_INTS
+from twinphase.backends.cpu.tiling import MAX_LINEAR_TILES, SLOT_INTS
 from twinphase.backends.cpu.weights import Matrix, Vector
 from twinphase.blueprint import Experts
 
@@ -68,9 +68,9 @@ class ExpertOperations(Operations):
         routing = self._route(self.linear(x, router, bias=router_bias), experts, choice_bias)
         pairs = f"{x.rows}*{used}"
 
-        def gathered(quantized: bool) -> Memory:
-            out = Memory(program, pairs, x.width, quantized)
-            self.pick_rows(routing.rows, x.memory(quantized), out, (routing.rows.ctypes.data,))
+        def gathered(kind: str) -> Memory:
+            out = program.memory_for(kind, pairs, x.width)
+            self.pick_rows(routing.rows, x.memory(kind), out, (routing.rows.ctypes.data,))
             return out
 
         h = Buffer(program, pairs, x.width, make=gathered)
@@ -131,7 +131,7 @@ class ExpertOperations(Operations):
         program = self.program
         out = Buffer(program, x.rows, weight.width, columns=weight.columns, outputs=weight.sizes[0])
         for part in weight.parts:
-            source = x.memory(part.type in FORMATS)
+            source = x.memory(kind_of_rows(part))
             # A token goes to an expert once.
             self._reserve_scratch(part, program.max_rows["tokens"])
             strips_per_tile, tiles = self._expert_tiles(x.rows, part.strips, experts.count)

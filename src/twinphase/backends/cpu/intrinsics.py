@@ -115,6 +115,16 @@ store_f32 = _storer(F32, types.float32)
 store_f64 = _storer(F64, types.float64)
 
 
+@built
+def call_kernel(b: ir.IRBuilder, function, arguments, tile, scratch):
+    """Call a kernel by address, in Numba's calling convention (two result pointers first)."""
+    pointer = ir.IntType(8).as_pointer()
+    fn_type = ir.FunctionType(I32, [pointer, pointer, I64, I64, I64])
+    place = b.bitcast(cgutils.alloca_once(b, ir.ArrayType(I64, 8)), pointer)
+    fn = b.inttoptr(function, fn_type.as_pointer())
+    b.call(fn, [place, place, arguments, tile, scratch])
+
+
 def tile_kernel(isa: Isa, write: Callable[..., None], starred: int = 0) -> Kernel:
     """A kernel; `write(emit, tile, *arguments)` emits a tile."""
     tile_of = emitted(isa, write, starred)
@@ -122,6 +132,17 @@ def tile_kernel(isa: Isa, write: Callable[..., None], starred: int = 0) -> Kerne
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         tile_of(tile, *arguments(args))
+
+    return KERNEL_SIGNATURE, kernel
+
+
+def block_kernel(isa: Isa, write: Callable[..., None]) -> Kernel:
+    """A kernel of 16 rows per tile; `write(emit, tile, scratch, *arguments)` emits a tile."""
+    block_of = emitted(isa, write)
+    arguments = fields(_arguments_of(write) - 2)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        block_of(tile, scratch, *arguments(args))
 
     return KERNEL_SIGNATURE, kernel
 

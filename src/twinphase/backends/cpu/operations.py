@@ -13,21 +13,22 @@ from twinphase.backends.cpu.attention_units import KERNELS
 from twinphase.backends.cpu.attention_work import AttentionWork
 from twinphase.backends.cpu.formats import FORMATS, GROUP_INPUTS, STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.program import Buffer, Memory, Program, gather_columns
+from twinphase.backends.cpu.program import Buffer, Memory, Program, gather_columns, rows_in
 from twinphase.backends.cpu.step import StepMemory
 from twinphase.backends.cpu.threads import aligned
 from twinphase.backends.cpu.tiling import (
     ELEMENTWISE_TILE_ROWS,
     GATE_TILES_PER_ROW,
     LOGIT_TILES_PER_ROW,
+    MATRIX_TILE_ROWS,
 )
 from twinphase.backends.cpu.weights import Embedding, Matrix, Part, Vector, padded
 from twinphase.blueprint import Blueprint, KVShape, Rope, Span
 
 FEW_ROWS = 16
 TILES_PER_THREAD = 8
-# A claim word holds numbers below 2^18.
-MAX_LINEAR_TILES = 1 << 17
+# Kinds of rows (`Buffer`).
+ALL_KINDS = ("f32", "q8", "bf16")
 LOG2_E = 1.4426950408889634
 
 
@@ -45,6 +46,11 @@ def softmax_scale(blueprint: Blueprint, head_dim: int) -> float:
 def layer_spec(kind: str, type_name: str) -> str:
     """The kernel of a "linear" layer, or of the same layer of all "experts"."""
     return f"{'quantized' if type_name in FORMATS else 'dense'}_{kind}:{type_name}"
+
+
+def kind_of_rows(part: Part) -> str:
+    """The kind of rows (`Buffer`) that a linear layer multiplies."""
+    return "bf16" if part.tiled else "q8" if part.type in FORMATS else "f32"
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ class Operations:
     def keep(self, x: Buffer) -> None:
         """Hold the buffer, so that no later command of the program gets its memory."""
         self.kept.append(x)
-        x.memory(quantized=False)
+        x.memory("f32")
 
     def logit_rows(self, x: Buffer) -> Buffer:
         """The rows whose logits are wanted, side by side."""
@@ -154,15 +160,16 @@ class Operations:
         if x.width != len(weight.values):
             raise ValueError(f"rms_norm of {x.width} columns with weights for {len(weight.values)}")
 
-        def make(quantized: bool) -> Memory:
-            out = Memory(program, x.rows, x.width, quantized)
-            args = [source.data, source.stride, weight.values.ctypes.data]
+        def make(kind: str) -> Memory:
+            out = program.memory_for(kind, x.rows, x.width)
+            args = [program.count(x.rows), source.data, source.stride, weight.values.ctypes.data]
             args += [weight.width, float_bits(eps), source.groups, *out.addresses]
-            spec = f"rms_norm:{'q8' if quantized else 'f32'}"
-            program.add_rows(spec, args, [source.data], out)
+            per_tile = MATRIX_TILE_ROWS if kind == "bf16" else ELEMENTWISE_TILE_ROWS
+            tiles = program.tiles(x.rows, per_tile)
+            program.add(f"rms_norm:{kind}", tiles, args, [source.data], [(out.data, 0)])
             return out
 
-        return Buffer(program, x.rows, x.width, make=make)
+        return Buffer(program, x.rows, x.width, make=make, kinds=ALL_KINDS)
 
     def linear(
         self,
@@ -176,15 +183,15 @@ class Operations:
         """x @ weight.T + residual or bias, into new memory: a kernel may compute a row twice."""
         if residual is not None and bias is not None:
             raise ValueError("a linear layer adds a residual or a bias")
+        if weight.paired:
+            raise ValueError("strips of gate and up take turns: use gated_linear")
         program = self.program
         out = Buffer(program, x.rows, weight.width, columns=weight.columns, outputs=weight.sizes[0])
         base = None if residual is None else residual.floats
         for part in weight.parts:
-            source = x.rounded if part.tiled else x.memory(part.type in FORMATS)
+            source = x.memory(kind_of_rows(part))
             self._reserve_scratch(part, tiling.most_chunk_rows(source.stride))
-            strips_per_tile, chunk, tiles = self._linear_tiles(
-                x.rows, part.strips, source.stride, part.tiled
-            )
+            strips_per_tile, chunk, tiles = self._linear_tiles(x.rows, part, source.stride)
             term = [self.zeros(part.strips), 0]
             if bias is not None:
                 term = [bias.values.ctypes.data + 4 * part.column, 0]  # one row for all
@@ -197,6 +204,44 @@ class Operations:
             program.add(layer_spec("linear", part.type), tiles, args, reads, written)
         return out
 
+    def gated_linear(self, x: Buffer, weight: Matrix, *, bias: Vector | None = None) -> Buffer:
+        """activation(gate) * up of the linear layer of both.
+
+        Where their strips are paired, a tile gates its own sums as soon as it has them.
+        """
+        if not weight.paired:
+            return self.gate_mul(self.linear(x, weight, bias=bias))
+        (part,) = weight.parts
+        width = padded(weight.sizes[0])
+
+        def make(kind: str) -> Memory:
+            out = self.program.memory_for(kind, x.rows, width)
+            self._add_gated_linear(x, part, kind, width, out)
+            return out
+
+        kinds = ALL_KINDS if part.tiled else ALL_KINDS[:2]
+        return Buffer(self.program, x.rows, width, make=make, kinds=kinds)
+
+    def _add_gated_linear(self, x: Buffer, part: Part, kind: str, width: int, out: Memory) -> None:
+        program = self.program
+        source = x.memory(kind_of_rows(part))
+        most = tiling.most_chunk_rows(source.stride)
+        self._reserve_scratch(part, most)
+        results_at = 0
+        if kind != "bf16":  # else sums are gated where the matrix tiles leave them
+            results_at = padded(self._scratch_of(part, most), 64) + 64  # 0 says that there are none
+            rows = rows_in(program.max_rows, x.rows)
+            tiles = TILES_PER_THREAD * self.threads
+            waiting = tiling.gated_results(rows, most, part.strips // 2, tiles)
+            self.scratch_bytes = max(self.scratch_bytes, results_at + waiting)
+        strips_per_tile, chunk, tiles = self._linear_tiles(x.rows, part, source.stride, 2)
+        args = self.linear_args(part, source, out)
+        args += [self.zeros(part.strips), 0, part.strips, program.count(x.rows)]
+        gate = program.kernels[f"gate_tile:{self.blueprint.activation}:{kind}"]
+        args += [strips_per_tile, chunk, gate, results_at, width // GROUP_INPUTS, *out.addresses]
+        spec = layer_spec("linear", part.type)
+        program.add(spec, tiles, args, [source.data], [(out.data, 0)])
+
     def linear_args(self, part: Part, source: Memory, out: Memory) -> list[int]:
         """The first operands of a linear layer's kernel (`kernels/register_tile.py`)."""
         data, scale, fsum, isum = source.addresses
@@ -205,11 +250,12 @@ class Operations:
 
     def _reserve_scratch(self, part: Part, rows: int) -> None:
         """Have threads bring what a layer with up to `rows` rows in a tile needs."""
+        self.scratch_bytes = max(self.scratch_bytes, self._scratch_of(part, rows))
+
+    def _scratch_of(self, part: Part, rows: int) -> int:
         if part.tiled:
-            self.scratch_bytes = max(self.scratch_bytes, tiling.BF16_SCRATCH_BYTES)
-        elif part.type in FORMATS:
-            needed = tiling.scratch_bytes(self.isa, part.type, rows)
-            self.scratch_bytes = max(self.scratch_bytes, needed)
+            return tiling.BF16_SCRATCH_BYTES
+        return tiling.scratch_bytes(self.isa, part.type, rows) if part.type in FORMATS else 0
 
     def zeros(self, strips: int) -> int:
         """Address of a row of zeros, the residual of a layer without one."""
@@ -218,15 +264,18 @@ class Operations:
         return int(self._zeros[-1].ctypes.data)
 
     def _linear_tiles(
-        self, rows: str, strips: int, row_bytes: int, tiled: bool
+        self, rows: str, part: Part, row_bytes: int, together: int = 1
     ) -> tuple[int, int, int]:
         """Addresses of the strips and of the rows a tile takes, and of the number of tiles.
 
-        Many rows: one strip, so that its weights stay in the first-level cache and the rows in the
-        second. Few rows: about eight tiles a thread, long enough to stream memory, short enough to
-        even out. Tiles in bfloat16 are cut by `tiling.bf16_chunk`.
+        Many rows: one strip, or as many as go `together`, so that its weights stay in the
+        first-level cache and the rows in the second. Few rows: about eight tiles a thread, long
+        enough to stream memory, short enough to even out. Tiles in bfloat16 are cut by
+        `tiling.bf16_chunk`.
         """
         wanted = TILES_PER_THREAD * self.threads
+        strips = part.strips // together
+        tiled = part.tiled
 
         def chunk(counts: dict[str, int]) -> int:
             if tiled:
@@ -237,7 +286,7 @@ class Operations:
             return -(-counts[rows] // chunk(counts))
 
         def per_tile(counts: dict[str, int]) -> int:
-            least = -(-strips * chunks(counts) // MAX_LINEAR_TILES)
+            least = -(-strips * chunks(counts) // tiling.MAX_LINEAR_TILES)
             if tiled:
                 return max(least, tiling.bf16_chunk(counts[rows], row_bytes, strips, wanted)[1])
             if counts[rows] <= FEW_ROWS:
@@ -250,7 +299,7 @@ class Operations:
         key = (rows, strips, row_bytes, tiled)
         address = self.program.cells.address
         return (
-            address(("strips", *key), per_tile),
+            address(("strips", together, *key), lambda counts: together * per_tile(counts)),
             address(("chunk", *key), chunk),
             address(("tiles", *key), tiles),
         )
@@ -431,12 +480,11 @@ class Operations:
             first = gate_up.columns[1] if stacked else width
         rows = gate_up.rows
 
-        def make(quantized: bool) -> Memory:
-            out = Memory(program, rows, padded(width), quantized)
+        def make(kind: str) -> Memory:
+            out = program.memory_for(kind, rows, padded(width))
             args = [source.data, other.data + 4 * first, source.stride, other.stride]
-            spec = f"gate_mul:{b.activation}:{'q8' if quantized else 'f32'}"
             program.add(
-                spec,
+                f"gate_mul:{b.activation}:{kind}",
                 program.tiles(rows, 1, GATE_TILES_PER_ROW),
                 [*args, out.groups, *out.addresses],
                 [source.data, other.data],
@@ -454,12 +502,12 @@ class Operations:
         # collector runs, but all ranks have to find the same memory free.
         floats: list[Memory] = []
 
-        def make(quantized: bool) -> Memory:
-            if quantized and not floats and span.multiple % GROUP_INPUTS == 0:
+        def make(kind: str) -> Memory:
+            if kind == "q8" and not floats and span.multiple % GROUP_INPUTS == 0:
                 return gather_columns(self.program, x, span, True)
             if not floats:
                 floats.append(gather_columns(self.program, x, span, False))
-            return self.program.quantize(floats[0]) if quantized else floats[0]
+            return floats[0] if kind == "f32" else self.program.quantize(floats[0])
 
         return Buffer(self.program, x.rows, padded(span.total), outputs=span.total, make=make)
 

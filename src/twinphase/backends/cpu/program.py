@@ -66,8 +66,9 @@ def rows_in(counts: dict[str, int], rows: str) -> int:
 class Buffer:
     """Rows that a program writes, or a promise of them (`make`): the reader chooses their kind.
 
-    A promise is kept when an operation reads it: RMSNorm and SwiGLU write int8 groups for a
-    quantized linear layer, float32 otherwise.
+    A promise is kept when an operation reads it: RMSNorm and SwiGLU write what the linear layer
+    after them multiplies. Kinds are "f32"; "q8", int8 groups; and "bf16", bfloat16 in the order of
+    matrix tiles, two numbers in a float32's place.
 
     Attributes:
         rows: which rows: "tokens" (all of the step) or "logits" (those whose logits are wanted);
@@ -85,41 +86,35 @@ class Buffer:
         *,
         columns: tuple[int, ...] = (0,),
         outputs: int | None = None,
-        make: Callable[[bool], Memory] | None = None,
+        make: Callable[[str], Memory] | None = None,
+        kinds: tuple[str, ...] = ("f32", "q8"),
     ) -> None:
+        """`make` writes the rows in one of `kinds`; others are converted from "f32"."""
         self.program = program
         self.rows = rows
         self.width = width
         self.columns = columns
         self._make = make
         self.outputs = width if outputs is None else outputs
-        self._made: dict[bool, Memory] = {}
-        self._rounded: Memory | None = None
+        self._kinds = kinds
+        self._made: dict[str, Memory] = {}
         if make is None:
-            self._made[False] = Memory(program, rows, width, quantized=False)
+            self._made["f32"] = Memory(program, rows, width, quantized=False)
 
-    def memory(self, quantized: bool) -> Memory:
-        """The rows as float32, or as int8 groups."""
-        if quantized not in self._made:
-            made = (
-                self._make(quantized)
-                if self._make is not None
-                else self.program.quantize(self._made[False])
-            )
-            self._made[quantized] = made
-        return self._made[quantized]
-
-    @property
-    def rounded(self) -> Memory:
-        """The rows as bfloat16, two in a float32's place."""
-        if self._rounded is None:
-            self._rounded = self.program.round(self.floats)
-        return self._rounded
+    def memory(self, kind: str) -> Memory:
+        """The rows in a kind."""
+        if kind not in self._made:
+            if self._make and kind in self._kinds:
+                self._made[kind] = self._make(kind)
+            else:
+                convert = self.program.quantize if kind == "q8" else self.program.round
+                self._made[kind] = convert(self.floats)
+        return self._made[kind]
 
     @property
     def floats(self) -> Memory:
         """The rows as float32."""
-        return self.memory(quantized=False)
+        return self.memory("f32")
 
     @property
     def array(self) -> NDArray[np.float32]:
@@ -275,9 +270,13 @@ class Program:
         self.add_rows("quantize", args, [source.data], out)
         return out
 
+    def memory_for(self, kind: str, rows: str, width: int) -> Memory:
+        """Memory for rows of a kind (`Buffer`)."""
+        return Memory(self, rows, width // 2 if kind == "bf16" else width, kind == "q8")
+
     def round(self, source: Memory) -> Memory:
         """The rows of `source` as bfloat16, in the order of matrix tiles."""
-        out = Memory(self, source.rows, source.width // 2, quantized=False)
+        out = self.memory_for("bf16", source.rows, source.width)
         args = [self.count(out.rows), source.data, source.stride, source.groups, out.data]
         tiles = self.tiles(out.rows, MATRIX_TILE_ROWS)
         self.add("round_rows", tiles, args, [source.data], [(out.data, 0)])
@@ -290,7 +289,7 @@ def gather_columns(
     """All ranks' columns; this rank's begin at `column` of x (0 where they are quantized)."""
     group = program.group
     assert group is not None
-    source = x.memory(quantized)
+    source = x.memory("q8" if quantized else "f32")
     whole = Memory(program, x.rows, padded(span.total), quantized, shared=True)
     per_number = GROUP_INPUTS if quantized else 1  # columns that share a number of an array
     units = (GROUP_INPUTS, 4, 4, 8) if quantized else (4,)  # bytes of a group, or of a column

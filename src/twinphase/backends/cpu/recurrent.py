@@ -126,8 +126,8 @@ class RecurrentOperations(ExpertOperations):
         args = [b.address, x.address, source.stride, product.groups, product.data]
         program.add_rows("multiply", args, [source.data], product)
 
-        def make(quantized: bool) -> Memory:
-            out = Memory(program, bcx.rows, width, quantized)
+        def make(kind: str) -> Memory:
+            out = program.memory_for(kind, bcx.rows, width)
             self._convolve(product, weight, layer, out, gate=(c, source.data))
             return out
 
@@ -273,8 +273,8 @@ class RecurrentOperations(ExpertOperations):
         size = weight.width
         self._kept.append(weight.values)
 
-        def make(quantized: bool) -> Memory:
-            out = Memory(program, x.rows, x.width, quantized)
+        def make(kind: str) -> Memory:
+            out = program.memory_for(kind, x.rows, x.width)
             args = [source.data, source.stride, weight.values.ctypes.data, float_bits(eps)]
             args += [opened.data, opened.stride, x.width // size, *out.addresses]
             self._add_parts(f"gated_norm:{size}", args, [source.data, opened.data], out)
@@ -292,11 +292,11 @@ class RecurrentOperations(ExpertOperations):
         runs = space.key_heads
         self._kept.append(weight.values)
 
-        def make(quantized: bool) -> Memory:
-            out = Memory(program, x.rows, x.width, quantized)
+        def make(kind: str) -> Memory:
+            out = program.memory_for(kind, x.rows, x.width)
             args = [source.data, source.stride, weight.values.ctypes.data, float_bits(eps)]
             args += [opened.data, opened.stride, runs, source.groups // runs, *out.addresses]
-            spec = f"gate_norm:{space.norm}:{'q8' if quantized else 'f32'}"
+            spec = f"gate_norm:{space.norm}:{kind}"
             reads = [source.data, opened.data]
             program.add(spec, program.count(f"{x.rows}*{runs}"), args, reads, [(out.data, 0)])
             return out
@@ -310,8 +310,8 @@ class RecurrentOperations(ExpertOperations):
         queries = qkv.floats
         b = self.blueprint
 
-        def make(quantized: bool) -> Memory:
-            out = Memory(program, h.rows, h.width, quantized)
+        def make(kind: str) -> Memory:
+            out = program.memory_for(kind, h.rows, h.width)
             args = [source.data, source.stride, queries.data + 4 * qkv.columns[0]]
             args += [queries.stride, b.num_heads, *out.addresses]
             self._add_parts(f"gate_heads:{b.head_dim}", args, [source.data, queries.data], out)

@@ -22,24 +22,33 @@ PANEL_GROUPS = 16
 # Groups are multiplied in batches before they are scaled.
 MATRIX_BATCH_GROUPS = 4
 DENSE_TILE_INPUTS = 32
-# Linear layers in bfloat16 tiles: bytes of 32 inputs of a strip, and such tiles in a panel of it.
+# Linear layers in bfloat16 tiles: bytes of 32 inputs of a strip, and such tiles in a panel of it,
+# which leaves most of the first-level cache to the rows that pass by.
 WEIGHT_TILE_BYTES = 2 * STRIP_OUTPUTS * DENSE_TILE_INPUTS
-WEIGHT_PANEL_TILES = 24
+WEIGHT_PANEL_TILES = 9
+# Weights that are loaded as they are: with up to this number of rows memory bounds them, which
+# longer panels read faster.
+STREAMED_ROWS = 64
+STREAMED_PANEL_TILES = 24
 # Up to this number of rows, sums stay in registers for all of a strip's weights.
 FEW_TILE_ROWS = 2 * MATRIX_TILE_ROWS
-# Rows of a tile: their bfloat16 numbers stay in the second-level cache, all of them or a panel.
-BF16_CHUNK_ROWS = 512
+# Rows of a tile: their bfloat16 numbers stay in the second-level cache, all of them, or a panel
+# that a number of strips share.
+BF16_CHUNK_ROWS = 256
 BF16_CHUNK_BYTES = 3 << 19
-# Where only a panel of the rows stays in that cache: rows, and strips that share it.
-BF16_PANEL_ROWS = 256
 BF16_PANEL_STRIPS = 4
 # Offsets in a thread's scratch memory; the tiles' shapes are at 0, and sums come last.
-BF16_AREAS = {"numbers": 64, "panel": 64 + 4 * 4 * STRIP_OUTPUTS}
+BF16_AREAS = {"numbers": 64, "gate": 64 + 4 * 4 * STRIP_OUTPUTS}
+BF16_AREAS["panel"] = BF16_AREAS["gate"] + 64
 BF16_AREAS["sums"] = BF16_AREAS["panel"] + WEIGHT_TILE_BYTES * WEIGHT_PANEL_TILES
 # Rows times strips whose sums wait; a tile of more takes its strips in turn.
-BF16_SUM_ROWS = max(BF16_CHUNK_ROWS, BF16_PANEL_ROWS * BF16_PANEL_STRIPS)
+BF16_SUM_ROWS = BF16_CHUNK_ROWS * BF16_PANEL_STRIPS
 BF16_SCRATCH_BYTES = BF16_AREAS["sums"] + 4 * STRIP_OUTPUTS * BF16_SUM_ROWS
 ELEMENTWISE_TILE_ROWS = 4
+# A claim word holds numbers below 2^18.
+MAX_LINEAR_TILES = 1 << 17
+# What a linear layer's tile leaves for its gate, in int64 (`kernels/gate_tile.py`).
+GATE_RECORD_BYTES = 64
 # A slot is an expert that has rows: its number, its first row, and the end of its rows, in int32.
 SLOT_INTS = 3
 # Numbers of a state's plan (`recurrent.StateMemory`).
@@ -86,14 +95,20 @@ def bf16_chunk(rows: int, row_bytes: int, strips: int, tiles: int) -> tuple[int,
     """
     if rows <= FEW_TILE_ROWS:
         return FEW_TILE_ROWS, max(1, strips // tiles)
-    most = BF16_CHUNK_ROWS
-    per_tile = 1
-    if BF16_CHUNK_ROWS * row_bytes > BF16_CHUNK_BYTES:
-        most = BF16_PANEL_ROWS
-        per_tile = BF16_PANEL_STRIPS
-    chunks = max(-(-rows // most), min(-(-tiles // strips), rows // 64))
+    per_tile = 1 if BF16_CHUNK_ROWS * row_bytes <= BF16_CHUNK_BYTES else BF16_PANEL_STRIPS
+    chunks = max(-(-rows // BF16_CHUNK_ROWS), min(-(-tiles // strips), rows // 64))
     chunk = -(-rows // (chunks * FEW_TILE_ROWS)) * FEW_TILE_ROWS
     return chunk, max(1, min(per_tile, strips * chunks // tiles))
+
+
+def gated_results(rows: int, chunk_rows: int, pairs: int, tiles: int) -> int:
+    """Scratch memory of the results that wait in a tile for its gate.
+
+    Few of the `rows` take the `pairs` of strips in about `tiles` tiles.
+    """
+    few = FEW_TILE_ROWS * max(1, pairs // tiles)
+    most = 2 * chunk_rows + rows * pairs // MAX_LINEAR_TILES
+    return GATE_RECORD_BYTES + 2 * 4 * STRIP_OUTPUTS * max(few, most)
 
 
 def most_chunk_rows(row_bytes: int) -> int:

@@ -18,6 +18,7 @@ from twinphase.errors import OutOfMemoryError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.quant import dequantize
 
+GATE_AND_UP = (["ffn_gate", "ffn_up"], ["ffn_gate_shexp", "ffn_up_shexp"])
 EXACT = ("ssm_alpha.weight", "ssm_beta.weight")
 DENSE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
@@ -93,12 +94,14 @@ class Matrix:
         columns: first output column of each named tensor.
         sizes: outputs of each named tensor.
         width: columns of the result, padding included.
+        paired: whether strips of gate and up take turns, for `Operations.gated_linear` alone.
     """
 
     parts: tuple[Part, ...]
     columns: tuple[int, ...]
     sizes: tuple[int, ...]
     width: int
+    paired: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,12 +178,20 @@ Pack = Callable[[str, Sequence[int], int], Command]  # (kernel, arguments, strip
 
 @dataclass(frozen=True)
 class Fill:
-    """A tensor and the memory for its strips, or for those of every expert."""
+    """A tensor and the memory for its strips, or for those of every expert.
+
+    Attributes:
+        memory: of its strips, or of both tensors' where they take turns.
+        tiled: whether it is packed for matrix tiles in bfloat16.
+        turn: of its strips among the `turns` of tensors.
+    """
 
     checkpoint: Checkpoint
     info: TensorInfo
     memory: NDArray[np.uint8]
     tiled: bool
+    turn: int = 0
+    turns: int = 1
 
     def commands(self, pack: Pack) -> list[Command]:
         """Fill the memory of a dense tensor; the commands that fill that of a quantized one."""
@@ -190,19 +201,21 @@ class Fill:
         raws = np.split(self.checkpoint.raw(info.name), count)
         commands = []
         for raw, memory in zip(raws, np.split(self.memory, count), strict=True):
+            strips = memory.reshape(_strips(info), self.turns, -1)[:, self.turn]
             if info.type != self.checkpoint.tensors[info.name].type:
                 values = _floats(self.checkpoint, info.name)
-                _pack_dense(values.reshape(-1).view(np.uint8), info, memory)
+                _pack_dense(values.reshape(-1).view(np.uint8), info, strips)
             elif info.type in FORMATS:
                 row_bytes = len(raw) // outputs
                 groups = inputs // GROUP_INPUTS
-                args = [raw.ctypes.data, row_bytes, outputs, groups, memory.ctypes.data]
+                args = [raw.ctypes.data, row_bytes, outputs, groups]
+                args += [strips.ctypes.data, strips.strides[0]]
                 order = "pack_tiles" if self.tiled else "pack"
                 commands.append(pack(f"{order}:{info.type}", args, _strips(info)))
             elif self.tiled:
-                _pack_tiles(raw, info, memory)
+                _pack_tiles(raw, info, strips)
             else:
-                _pack_dense(raw, info, memory)
+                _pack_dense(raw, info, strips)
         return commands
 
 
@@ -225,29 +238,41 @@ def place(
     fills = []
     column = 0
     infos = [checkpoint.tensors[name] for name in names]
-    for info in infos:
+    paired = _paired(checkpoint, infos)
+    turns = 2 if paired else 1
+    for number, info in enumerate(infos):
         check_type(info.type)
         if exact:
             info = replace(info, type="F32")
         tiled = _tiled(info, isa)
         strips = _strips(info)
         strip_bytes = _strip_bytes(info, tiled)
-        memory = take(math.prod(info.shape[:-2]) * strips * strip_bytes)
-        fills.append(Fill(checkpoint, info, memory, tiled))
+        if number % turns == 0:
+            memory = take(turns * math.prod(info.shape[:-2]) * strips * strip_bytes)
+        fills.append(Fill(checkpoint, info, memory, tiled, number % turns, turns))
         part = Part(
             type=info.type,
             address=memory.ctypes.data,
-            strips=strips,
+            strips=turns * strips,
             groups=info.shape[-1] // (GROUP_INPUTS if info.type in FORMATS else 1),
-            column=column,
+            column=0 if paired else column,
             strip_bytes=strip_bytes,
             tiled=tiled,
         )
-        parts = _joined(parts, part)
+        parts = [part] if paired else _joined(parts, part)
         columns.append(column)
         column += padded(info.shape[-2])
     sizes = tuple(info.shape[-2] for info in infos)
-    return Matrix(tuple(parts), tuple(columns), sizes, column), fills
+    return Matrix(tuple(parts), tuple(columns), sizes, column, paired), fills
+
+
+def _paired(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> bool:
+    """Whether tensors are gate and up of a feed-forward layer, which can share tiles."""
+    if [info.name.split(".")[-2] for info in infos] not in GATE_AND_UP:
+        return False
+    gate, up = infos
+    biased = f"{gate.name.removesuffix('weight')}bias" in checkpoint.tensors
+    return (gate.type, gate.shape) == (up.type, up.shape) and len(gate.shape) == 2 and not biased
 
 
 def _joined(parts: list[Part], new: Part) -> list[Part]:
@@ -263,11 +288,11 @@ def _floats(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
     return np.ascontiguousarray(dequantize(checkpoint.raw(name), info.shape, info.type))
 
 
-def _pack_dense(raw: NDArray[np.uint8], info: TensorInfo, memory: NDArray[np.uint8]) -> None:
+def _pack_dense(raw: NDArray[np.uint8], info: TensorInfo, strips: NDArray[np.uint8]) -> None:
     outputs, inputs = info.shape[-2:]
     word = np.dtype(f"u{DENSE_BYTES[info.type]}")
     rows = raw.view(word).reshape(outputs, inputs)
-    whole = memory.view(word).reshape(-1, inputs, STRIP_OUTPUTS)
+    whole = strips.view(word).reshape(-1, inputs, STRIP_OUTPUTS)
     full = outputs // STRIP_OUTPUTS
     whole[:full] = (
         rows[: full * STRIP_OUTPUTS].reshape(full, STRIP_OUTPUTS, inputs).transpose(0, 2, 1)
@@ -276,16 +301,16 @@ def _pack_dense(raw: NDArray[np.uint8], info: TensorInfo, memory: NDArray[np.uin
         whole[full, :, : outputs - full * STRIP_OUTPUTS] = rows[full * STRIP_OUTPUTS :].T
 
 
-def _pack_tiles(raw: NDArray[np.uint8], info: TensorInfo, memory: NDArray[np.uint8]) -> None:
+def _pack_tiles(raw: NDArray[np.uint8], info: TensorInfo, strips: NDArray[np.uint8]) -> None:
     """[strip][32 inputs][output][input], as tiles are loaded."""
     outputs, inputs = info.shape
     rows = raw.view(np.uint16).reshape(outputs, inputs)
     more = padded(outputs) - outputs, padded(inputs, DENSE_TILE_INPUTS) - inputs
     if any(more):
         rows = np.pad(rows, [(0, count) for count in more])
-    strips = rows.reshape(-1, STRIP_OUTPUTS, rows.shape[1] // DENSE_TILE_INPUTS, DENSE_TILE_INPUTS)
-    tiles = strips.swapaxes(1, 2)
-    memory[: rows.nbytes].view(np.uint16).reshape(tiles.shape)[:] = tiles
+    parts = rows.reshape(len(strips), STRIP_OUTPUTS, -1, DENSE_TILE_INPUTS)
+    tiles = parts.swapaxes(1, 2)
+    strips.view(np.uint16).reshape(tiles.shape)[:] = tiles
 
 
 def load_vector(checkpoint: Checkpoint, names: Sequence[str], plus: float) -> Vector:

@@ -483,6 +483,10 @@ class TorchBackend(NoRecurrence):
             out[rows] = attention(q[None, rows], positions[None, rows], own, length, *cache)[0]
         return out.flatten(1)
 
+    def gated_linear(self, x: Tensor, weight: Array, *, bias: Tensor | None = None) -> Tensor:
+        """activation(gate) * up of the linear layer of both."""
+        return self.gate_mul(self.linear(x, weight, bias=bias))
+
     def gate_mul(self, gate_up: Tensor, up: None = None, first: int = 0) -> Tensor:
         """activation(gate) * up in float32, given in the element type."""
         return gated(gate_up.to(self.wide), self.blueprint.activation).to(self.dtype)

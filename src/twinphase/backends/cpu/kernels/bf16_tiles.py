@@ -20,10 +20,11 @@ from numba import njit
 
 from twinphase.backends.cpu.emit import F32, I32, Emit, Value, vector
 from twinphase.backends.cpu.formats import BY_OUTPUTS, GROUPS_PER_SUPERBLOCK
-from twinphase.backends.cpu.intrinsics import emitted
+from twinphase.backends.cpu.intrinsics import call_kernel, emitted, helper
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.bf16_weights import GroupWeights
 from twinphase.backends.cpu.kernels.blocks import turned
+from twinphase.backends.cpu.kernels.gate_tile import write_record
 from twinphase.backends.cpu.kernels.register_tile import release_tiles
 from twinphase.backends.cpu.tiling import (
     BF16_AREAS,
@@ -31,6 +32,8 @@ from twinphase.backends.cpu.tiling import (
     DENSE_TILE_INPUTS,
     FEW_TILE_ROWS,
     MATRIX_TILE_ROWS,
+    STREAMED_PANEL_TILES,
+    STREAMED_ROWS,
     WEIGHT_PANEL_TILES,
     WEIGHT_TILE_BYTES,
 )
@@ -57,12 +60,12 @@ def _sums(both: bool) -> range:
 def _multiply(e: Emit, both: bool, weights: Value, x: Value, block_bytes: Value) -> None:
     """Add the products of 32 inputs to a strip's sums; weights take tiles 4 and 5, rows 6 and 7."""
     e.matrix("tileloadd64", 4, at=(weights, e.i64(64)))
-    e.matrix("tileloadd64", 6, at=(x, e.i64(64)))
+    e.matrix("tileloaddt164", 6, at=(x, e.i64(64)))
     e.matrix("tdpbf16ps", 0, 4, 6)
     e.matrix("tileloadd64", 5, at=(e.add(weights, TILE_BYTES), e.i64(64)))
     e.matrix("tdpbf16ps", 1, 5, 6)
     if both:
-        e.matrix("tileloadd64", 7, at=(e.add(x, block_bytes), e.i64(64)))
+        e.matrix("tileloaddt164", 7, at=(e.add(x, block_bytes), e.i64(64)))
         e.matrix("tdpbf16ps", 2, 4, 7)
         e.matrix("tdpbf16ps", 3, 5, 7)
 
@@ -139,7 +142,7 @@ def strips_in_bf16_tiles(isa: Isa, type_name: str) -> Any:
         assert fmt is not None
         GroupWeights(e, fmt, strip, g, e.add(scratch, BF16_AREAS["numbers"])).unpack(to)
 
-    def stream(e: Emit, both: bool, strip, tiles, x, block_bytes, scratch) -> None:
+    def stream(e: Emit, both: bool, strip, tiles, x, block_bytes, scratch, sums) -> None:
         """All of a strip's weights by few rows."""
         ring = e.add(scratch, BF16_AREAS["panel"])
         for tile in _sums(both):
@@ -159,7 +162,7 @@ def strips_in_bf16_tiles(isa: Isa, type_name: str) -> Any:
                 slot = e.b.and_(k, e.i64(RING_TILES - 1))
                 here = e.add(ring, e.mul(slot, WEIGHT_TILE_BYTES))
             _multiply(e, both, here, e.add(x, e.mul(k, TILE_BYTES)), block_bytes)
-        _store_sums(e, both, e.add(scratch, BF16_AREAS["sums"]))
+        _store_sums(e, both, sums)
 
     def panel_of(e: Emit, strip, first, count, scratch) -> Value:
         """The address of a panel's weights, unpacked if they have to be."""
@@ -184,15 +187,25 @@ def strips_in_bf16_tiles(isa: Isa, type_name: str) -> Any:
     begin = emitted(isa, _begin)
     end = emitted(isa, release_tiles)
     store = emitted(isa, _stored)
-    stream_strip = emitted(isa, one_or_both(stream), starred=5)
+    stream_strip = emitted(isa, one_or_both(stream), starred=6)
     multiply_panel = emitted(isa, one_or_both(_panel_block), starred=10)
     panel_at = emitted(isa, panel_of)
+    streamed = fmt is None
     inputs = DENSE_TILE_INPUTS if fmt is None else 1  # that `groups` counts as one
     at_sums = BF16_AREAS["sums"]
+    at_gate = BF16_AREAS["gate"]
 
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def store_rows(operands, s, first_row, rows, sums):
-        out, out_stride, residual, residual_stride = operands[8:]
+    @helper
+    def finish(operands, s, first_row, rows, sums, strip_sums, scratch):
+        """Store a strip's sums of up to 32 rows, or gate them by those of the strip before it."""
+        gate, gate_arguments = operands[12:]
+        if gate:
+            if s % 2:
+                record = scratch + at_gate
+                write_record(record, sums - strip_sums, strip_sums, first_row, rows, s // 2, 1)
+                call_kernel(gate, gate_arguments, 0, record)
+            return
+        out, out_stride, residual, residual_stride = operands[8:12]
         for m in range(0, rows, ROWS):
             store(
                 sums + m // ROWS * 2 * TILE_BYTES,
@@ -207,6 +220,7 @@ def strips_in_bf16_tiles(isa: Isa, type_name: str) -> Any:
     def few(operands, first_strip, end_strip, first_row, rows, tiles, strip_bytes, scratch):
         w, _, data, stride = operands[:4]
         for s in range(first_strip, end_strip):
+            sums = scratch + at_sums + s % 2 * SUM_BYTES
             stream_strip(
                 int(rows > ROWS),
                 w + s * strip_bytes,
@@ -214,14 +228,19 @@ def strips_in_bf16_tiles(isa: Isa, type_name: str) -> Any:
                 data + first_row * stride,
                 ROWS * stride,
                 scratch,
+                sums,
             )
-            store_rows(operands, s, first_row, rows, scratch + at_sums)
+            finish(operands, s, first_row, rows, sums, SUM_BYTES, scratch)
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def many(operands, first_strip, end_strip, first_row, rows, tiles, strip_bytes, scratch):
         w, _, data, stride = operands[:4]
-        out, out_stride = operands[8:10]
-        panels = (tiles + WEIGHT_PANEL_TILES - 1) // WEIGHT_PANEL_TILES
+        # Where outputs are stored, which are asked for; a gate stores few.
+        place, place_stride = operands[8:10]
+        if operands[12]:
+            place_stride = 0
+        longest = STREAMED_PANEL_TILES if streamed and rows <= STREAMED_ROWS else WEIGHT_PANEL_TILES
+        panels = (tiles + longest - 1) // longest
         most = (tiles + panels - 1) // panels
         strip_sums = (rows + 2 * ROWS - 1) // (2 * ROWS) * SUM_BYTES
         for p in range(0, tiles, most):
@@ -246,8 +265,8 @@ def strips_in_bf16_tiles(isa: Isa, type_name: str) -> Any:
                         ROWS * stride,
                         sums + m // (2 * ROWS) * SUM_BYTES,
                         int(p == 0),
-                        out + (first_row + m) * out_stride + 128 * s,
-                        out_stride,
+                        place + (first_row + m) * place_stride + 128 * s,
+                        place_stride,
                         ahead + m // (2 * ROWS) * lines * count * 64,
                         lines,
                     )
@@ -255,11 +274,12 @@ def strips_in_bf16_tiles(isa: Isa, type_name: str) -> Any:
                     if last and m:
                         block = m - 2 * ROWS
                         at = sums + block // (2 * ROWS) * SUM_BYTES
-                        store_rows(operands, s, first_row + block, 2 * ROWS, at)
+                        finish(operands, s, first_row + block, 2 * ROWS, at, strip_sums, scratch)
                 if last:
                     block = (rows - 1) // (2 * ROWS) * 2 * ROWS
                     at = sums + block // (2 * ROWS) * SUM_BYTES
-                    store_rows(operands, s, first_row + block, rows - block, at)
+                    left = rows - block
+                    finish(operands, s, first_row + block, left, at, strip_sums, scratch)
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def run(operands, first_strip, end_strip, first_row, rows, scratch):
@@ -269,7 +289,8 @@ def strips_in_bf16_tiles(isa: Isa, type_name: str) -> Any:
         if rows <= FEW_TILE_ROWS:
             few(operands, first_strip, end_strip, first_row, rows, tiles, strip_bytes, scratch)
         else:
-            step = max(1, BF16_SUM_ROWS // ((rows + 2 * ROWS - 1) // (2 * ROWS) * 2 * ROWS))
+            # Even, since a gate takes two strips.
+            step = BF16_SUM_ROWS // ((rows + 2 * ROWS - 1) // (2 * ROWS) * 2 * ROWS) // 2 * 2
             for s in range(first_strip, end_strip, step):
                 end_s = min(end_strip, s + step)
                 many(operands, s, end_s, first_row, rows, tiles, strip_bytes, scratch)

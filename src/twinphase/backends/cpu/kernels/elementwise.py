@@ -11,9 +11,9 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from twinphase.backends.cpu.emit import F32, I32, I64, Emit, Value, vector
-from twinphase.backends.cpu.intrinsics import Kernel, row_kernel, tile_kernel
+from twinphase.backends.cpu.intrinsics import Kernel, block_kernel, row_kernel, tile_kernel
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.kernels.quantize import store_quantized
+from twinphase.backends.cpu.kernels.quantize import RowBlock, store_quantized
 from twinphase.backends.cpu.tiling import GATE_TILES_PER_ROW, LOGIT_TILES_PER_ROW
 
 GROUP_OF_FLOATS = vector(F32, 32)
@@ -55,8 +55,10 @@ def rms_norm(isa: Isa, kind: str) -> Kernel:
     """out = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
     Arguments: address of the row count, x, x stride, weight, width, eps bits, groups, out, scale,
-    fsum, isum.
+    fsum, isum. A tile of kind "bf16" has 16 rows.
     """
+    if kind == "bf16":
+        return _rms_norm_in_tiles(isa)
 
     def write(e: Emit, m, x, stride, weight, width, eps, groups, out, scale, fsum, isum):
         normalized = _normalized(e, e.add(x, e.mul(m, stride)), weight, width, eps, groups)
@@ -67,11 +69,46 @@ def rms_norm(isa: Isa, kind: str) -> Kernel:
     return row_kernel(isa, write)
 
 
+def _rms_norm_in_tiles(isa: Isa) -> Kernel:
+    """Sixteen rows in the order of matrix tiles; their factors wait in scratch memory."""
+
+    def write(e: Emit, tile, scratch, count, x, stride, weight, width, eps, groups, out):
+        block = RowBlock(e, tile, count, x, stride)
+        factors = e.add(scratch, RowBlock.SCRATCH_BYTES)
+        with e.loop(0, block.rows) as m:
+            row = e.add(block.first, e.mul(m, stride))
+            inverse = inverse_rms(e, row, e.mul(groups, 32), width, eps, 32)
+            e.store(inverse, factors, e.mul(m, 4))
+
+        def normalized(row: Value, m: Value, g: Value) -> Value:
+            at = e.mul(g, 128)
+            factor = e.broadcast(e.load(F32, factors, e.mul(m, 4)), 32)
+            values = e.b.fmul(e.load(GROUP_OF_FLOATS, row, at), factor)
+            return e.b.fmul(values, e.load(GROUP_OF_FLOATS, weight, at))
+
+        block.put(normalized, groups, out, scratch)
+
+    return block_kernel(isa, write)
+
+
 def part_of_row(e: Emit, tile: Value, parts: int, groups: Value) -> tuple[Value, Value, Value]:
     """A tile's row, and the first and end group of its part of the row."""
     part = e.b.srem(tile, e.i64(parts))
     first, end = (e.b.sdiv(e.mul(at, groups), e.i64(parts)) for at in (part, e.add(part, 1)))
     return e.b.sdiv(tile, e.i64(parts)), first, end
+
+
+def gated(e: Emit, activation: str, gate: Value, up: Value) -> Value:
+    """activation(gate) * up of float32 vectors."""
+    if activation == "relu":
+        return e.b.fmul(e.maximum(gate, e.splat(gate.type, 0.0)), up)
+    if activation != "swiglu_oai":
+        return e.b.fmul(e.silu(gate) if activation == "silu" else e.gelu(gate), up)
+    limit = e.splat(gate.type, 7.0)
+    minus = e.splat(gate.type, -7.0)
+    gate = e.minimum(gate, limit)
+    up = e.maximum(e.minimum(up, limit), minus)
+    return e.b.fmul(e.silu(gate, 1.702), e.b.fadd(up, e.splat(up.type, 1.0)))
 
 
 def gate_mul(isa: Isa, activation: str, kind: str) -> Kernel:
@@ -80,22 +117,12 @@ def gate_mul(isa: Isa, activation: str, kind: str) -> Kernel:
     Arguments: gate, up, their strides, groups, out, scale, fsum, isum.
     """
 
-    def gated(e: Emit, gate: Value, up: Value) -> Value:
-        if activation == "relu":
-            return e.b.fmul(e.maximum(gate, e.splat(gate.type, 0.0)), up)
-        if activation != "swiglu_oai":
-            return e.b.fmul(e.silu(gate) if activation == "silu" else e.gelu(gate), up)
-        limit = e.splat(gate.type, 7.0)
-        minus = e.splat(gate.type, -7.0)
-        gate = e.minimum(gate, limit)
-        up = e.maximum(e.minimum(up, limit), minus)
-        return e.b.fmul(e.silu(gate, 1.702), e.b.fadd(up, e.splat(up.type, 1.0)))
-
     def write(e: Emit, tile, gate, up, stride, up_stride, groups, out, scale, fsum, isum):
         m, first, end = part_of_row(e, tile, GATE_TILES_PER_ROW, groups)
         rows = e.add(gate, e.mul(m, stride)), e.add(up, e.mul(m, up_stride))
         with e.loop(first, end) as g:
-            values = gated(e, *(e.load(GROUP_OF_FLOATS, row, e.mul(g, 128)) for row in rows))
+            both = [e.load(GROUP_OF_FLOATS, row, e.mul(g, 128)) for row in rows]
+            values = gated(e, activation, *both)
             store_group(e, kind, values, e.add(e.mul(m, groups), g), out, scale, fsum, isum)
 
     return tile_kernel(isa, write)

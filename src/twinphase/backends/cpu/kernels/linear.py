@@ -15,9 +15,17 @@ from numba import njit
 
 from twinphase.backends.cpu.emit import F16, F32, I16, I32, Emit, Value, vector
 from twinphase.backends.cpu.formats import FORMATS, GROUPS_PER_SUPERBLOCK, STRIP_OUTPUTS
-from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, Kernel, emitted, fields, load_i64
+from twinphase.backends.cpu.intrinsics import (
+    KERNEL_SIGNATURE,
+    Kernel,
+    call_kernel,
+    emitted,
+    fields,
+    load_i64,
+)
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.bf16_tiles import strips_in_bf16_tiles
+from twinphase.backends.cpu.kernels.gate_tile import write_record
 from twinphase.backends.cpu.kernels.linear_tiles import strips_in_matrix_tiles
 from twinphase.backends.cpu.kernels.panels import strips_in_panels
 from twinphase.backends.cpu.kernels.register_tile import (
@@ -32,7 +40,15 @@ from twinphase.backends.cpu.kernels.register_tile import (
     totals_in_memory,
 )
 from twinphase.backends.cpu.kernels.whole_tile import WholeTile
-from twinphase.backends.cpu.tiling import MATRIX_MIN_ROWS, SLOT_INTS, panel_min_rows
+from twinphase.backends.cpu.tiling import (
+    GATE_RECORD_BYTES,
+    MATRIX_MIN_ROWS,
+    SLOT_INTS,
+    panel_min_rows,
+)
+
+# Arguments of a linear layer's kernel after its operands: how tiles are cut, and their gate.
+SIZES = 6
 
 
 def quantized_linear(isa: Isa, format_name: str) -> Kernel:
@@ -40,8 +56,9 @@ def quantized_linear(isa: Isa, format_name: str) -> Kernel:
 
     Arguments: operands (w, groups, data, data stride, scale, fsum, scale stride, isum, out, out
     stride, residual, residual stride), strips, addresses of the row count, of the strips and of the
-    rows that a tile takes. Strides are bytes. Where weights are multiplied in bfloat16 tiles, x is
-    as `quantize.round_rows` writes it, and scale, fsum and isum are not read.
+    rows that a tile takes, and those of `_linear_kernel` where it gates. Strides are bytes. Where
+    weights are multiplied in bfloat16 tiles, x is as `quantize.round_rows` writes it, and scale,
+    fsum and isum are not read.
     """
     if isa.takes_bf16(format_name):
         return _linear_kernel(strips_in_bf16_tiles(isa, format_name))
@@ -219,12 +236,17 @@ def _strips_kernel(isa: Isa, write: Any, record: int, header: int, packed: bool 
 
 
 def _linear_kernel(run: Any) -> Kernel:
-    """Tiles of a linear layer: chunks of rows, in each of them strips."""
+    """Tiles of a linear layer: chunks of rows, in each of them strips.
+
+    With the address of a gate's kernel (`gate_tile.py`), strips are pairs, and that kernel writes
+    the result. It finds rows in scratch memory at `results_at`; where this is 0, `run` calls it.
+    """
     operands_of = fields(OPERANDS)
-    sizes_of = fields(4)
+    sizes_of = fields(SIZES)
+    gate_arguments = 8 * (OPERANDS + SIZES)
 
     def kernel(args, tile, scratch):
-        strips, count, per_tile, chunk = sizes_of(args + 8 * OPERANDS)
+        strips, count, per_tile, chunk, gate, results_at = sizes_of(args + 8 * OPERANDS)
         per_tile = load_i64(per_tile)
         chunk = load_i64(chunk)
         strip_tiles = (strips + per_tile - 1) // per_tile
@@ -232,7 +254,27 @@ def _linear_kernel(run: Any) -> Kernel:
         first_strip = tile % strip_tiles * per_tile
         end_strip = min(strips, first_strip + per_tile)
         rows = min(load_i64(count) - first_row, chunk)
-        run(operands_of(args), first_strip, end_strip, first_row, rows, scratch)
+        operands = operands_of(args)
+        out, out_stride = operands[8:10]
+        results = scratch + results_at + GATE_RECORD_BYTES
+        if results_at:
+            out_stride = 4 * STRIP_OUTPUTS * (end_strip - first_strip)
+            out = results - first_row * out_stride - 4 * STRIP_OUTPUTS * first_strip
+        of_sums = 0 if results_at else gate
+        how = (of_sums, args + gate_arguments)
+        operands = (*operands[:8], out, out_stride, *operands[10:], *how)
+        run(operands, first_strip, end_strip, first_row, rows, scratch)
+        if results_at:
+            write_record(
+                scratch + results_at,
+                results,
+                out_stride,
+                first_row,
+                rows,
+                first_strip // 2,
+                (end_strip - first_strip) // 2,
+            )
+            call_kernel(gate, args + gate_arguments, 0, scratch + results_at)
 
     return KERNEL_SIGNATURE, kernel
 

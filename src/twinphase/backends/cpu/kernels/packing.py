@@ -103,7 +103,10 @@ class _Strip:
 
 
 def pack(isa: Isa, format_name: str) -> Kernel:
-    """One strip a tile. Arguments: source, bytes of a source row, outputs, groups, destination.
+    """One strip a tile.
+
+    Arguments: source, bytes of a source row, outputs, groups, destination, bytes from strip to
+    strip.
 
     Outputs beyond the matrix (the last strip's padding) become zeros.
     """
@@ -138,9 +141,9 @@ def _pack(isa: Isa, format_name: str, by_outputs: bool) -> Kernel:
             for j in range(per_block):
                 strip.put_group(x, j, e.add(header, fmt.header_bytes + j * fmt.record_bytes))
 
-    def write(e: Emit, tile, source, row_bytes, outputs, groups, destination):
+    def write(e: Emit, tile, source, row_bytes, outputs, groups, destination, stride):
         blocks = e.b.sdiv(groups, e.i64(per_block))
-        to = e.add(destination, e.mul(e.mul(tile, blocks), to_bytes))
+        to = e.add(destination, e.mul(tile, stride))
         with e.loop(0, 2) as half:
             first = e.add(e.mul(tile, STRIP_OUTPUTS), e.mul(half, PACKED_ROWS))
             rows = e.b.sub(outputs, first)

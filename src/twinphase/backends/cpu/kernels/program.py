@@ -22,10 +22,16 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from twinphase.backends.cpu.emit import I32, I64, Value
-from twinphase.backends.cpu.intrinsics import built, helper, load_i64, load_u32, store_i64
+from twinphase.backends.cpu.intrinsics import (
+    built,
+    call_kernel,
+    helper,
+    load_i64,
+    load_u32,
+    store_i64,
+)
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.program_layout import (
     CLOCK_GETTIME_CALL,
@@ -218,16 +224,6 @@ def _lend_processor(control, index, thread, done, tiles):
         return
 
 
-@built
-def _call_kernel(b: ir.IRBuilder, function, arguments, tile, scratch):
-    """Call a kernel by address, in Numba's calling convention (two result pointers first)."""
-    pointer = ir.IntType(8).as_pointer()
-    fn_type = ir.FunctionType(I32, [pointer, pointer, I64, I64, I64])
-    place = b.bitcast(cgutils.alloca_once(b, ir.ArrayType(I64, 8)), pointer)
-    fn = b.inttoptr(function, fn_type.as_pointer())
-    b.call(fn, [place, place, arguments, tile, scratch])
-
-
 @helper
 def _wake_sleepers(control):
     if atomic_load(control + CTL_SLEEPERS) > 0:
@@ -307,7 +303,7 @@ def _run_tiles(control, index, command, thread, epoch):
             if tile == NO_TILE:
                 break
             atomic_store(inside, index + 1)
-            _call_kernel(fn, command + COMMAND_ARGS, tile, scratch)
+            call_kernel(fn, command + COMMAND_ARGS, tile, scratch)
             atomic_store(inside, 0)
             mine += 1
     return mine

@@ -7,16 +7,12 @@ Rounding is to nearest even.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llvmlite import ir
 
 from twinphase.backends.cpu.emit import F32, I8, I32, I64, Emit, Value, vector
-from twinphase.backends.cpu.intrinsics import (
-    KERNEL_SIGNATURE,
-    Kernel,
-    emitted,
-    fields,
-    row_kernel,
-)
+from twinphase.backends.cpu.intrinsics import Kernel, block_kernel, row_kernel
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.blocks import turned
 from twinphase.backends.cpu.tiling import MATRIX_TILE_ROWS
@@ -72,37 +68,50 @@ def quantize(isa: Isa) -> Kernel:
     return row_kernel(isa, write)
 
 
-def round_rows(isa: Isa) -> Kernel:
-    """Round 16 rows to bfloat16, to nearest even, in the order of matrix tiles.
+class RowBlock:
+    """Emits 16 rows of bfloat16, rounded to nearest even, in the order of matrix tiles.
 
     That is [16 rows' block][32 inputs][pair of inputs][row][2], the right operand of a tile
     instruction. Nothing reads the places of rows that are not there.
 
-    Arguments: address of the row count, source, source stride, groups of 32, out.
+    Attributes:
+        first: address of the block's first row, `rows` the number of its rows.
     """
-    words = vector(I32, 4)
 
-    def write(e: Emit, tile, scratch, count, source, stride, groups, out):
+    SCRATCH_BYTES = 64 * MATRIX_TILE_ROWS
+
+    def __init__(self, e: Emit, tile: Value, count: Value, source: Value, stride: Value) -> None:
+        """Block number `tile` of the rows whose count is at `count`."""
+        self.e = e
+        self.tile = tile
+        self.stride = stride
         first = e.mul(tile, MATRIX_TILE_ROWS)
-        rows = e.least(e.b.sub(e.load(I64, count), first), e.i64(MATRIX_TILE_ROWS))
-        row = e.add(source, e.mul(first, stride))
-        to = e.add(out, e.mul(e.mul(tile, groups), 64 * MATRIX_TILE_ROWS))
+        self.rows = e.least(e.b.sub(e.load(I64, count), first), e.i64(MATRIX_TILE_ROWS))
+        self.first = e.add(source, e.mul(first, stride))
+
+    def put(
+        self, values: Callable[[Value, Value, Value], Value], groups: Value, out: Value, scratch
+    ) -> None:
+        """Write `values` (address of a row, its number in the block, group): 32 float32 each."""
+        e = self.e
+        words = vector(I32, 4)
+        to = e.add(out, e.mul(e.mul(self.tile, groups), 64 * MATRIX_TILE_ROWS))
 
         def rounded(m: Value, g: Value) -> Value:
-            at = e.add(e.mul(m, stride), e.mul(g, 128))
-            return e.to_bf16(*(e.load(vector(F32, 16), row, at, half) for half in (0, 64)))
+            group = values(e.add(self.first, e.mul(m, self.stride)), m, g)
+            return e.to_bf16(*(e.shuffle(group, None, range(i, i + 16)) for i in (0, 16)))
 
         with e.loop(0, groups) as g:
             here = e.add(to, e.mul(g, 64 * MATRIX_TILE_ROWS))
-            with e.b.if_else(e.b.icmp_signed("<", rows, e.i64(5))) as (few, many):
-                with few, e.loop(0, rows) as m:
+            with e.b.if_else(e.b.icmp_signed("<", self.rows, e.i64(5))) as (few, many):
+                with few, e.loop(0, self.rows) as m:
                     pairs = rounded(m, g)
                     for i in range(16):
                         pair = e.b.extract_element(pairs, ir.Constant(I32, i))
                         e.store(pair, here, e.mul(m, 4), 64 * i)
                 with many:
                     for m in range(MATRIX_TILE_ROWS):
-                        last = e.add(rows, -1)
+                        last = e.add(self.rows, -1)
                         e.store(rounded(e.least(e.i64(m), last), g), scratch, 64 * m)
                     for quarter in range(4):
                         loads = [
@@ -112,10 +121,17 @@ def round_rows(isa: Isa) -> Kernel:
                         for i, pairs in enumerate(turned(e, loads)):
                             e.store(pairs, here, 64 * (4 * quarter + i))
 
-    block = emitted(isa, write)
-    arguments = fields(5)
 
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        block(tile, scratch, *arguments(args))
+def round_rows(isa: Isa) -> Kernel:
+    """Round rows to bfloat16 in the order of matrix tiles.
 
-    return KERNEL_SIGNATURE, kernel
+    Arguments: address of the row count, source, source stride, groups of 32, out.
+    """
+
+    def write(e: Emit, tile, scratch, count, source, stride, groups, out):
+        def values(row: Value, m: Value, g: Value) -> Value:
+            return e.load(vector(F32, 32), row, e.mul(g, 128))
+
+        RowBlock(e, tile, count, source, stride).put(values, groups, out, scratch)
+
+    return block_kernel(isa, write)

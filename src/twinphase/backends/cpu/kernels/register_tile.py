@@ -44,7 +44,7 @@ TILE_OPERANDS = 10
 def tile_operands(operands, row, column, group) -> tuple[int, ...]:
     """The operands of the tile at that row, output column and group of inputs."""
     (_, _, data, data_stride, scale, fsum, scale_stride, isum) = operands[:8]
-    out, out_stride, residual, residual_stride = operands[8:]
+    out, out_stride, residual, residual_stride = operands[8:12]
     at = row * scale_stride + 4 * group
     return (
         data + row * data_stride + GROUP_INPUTS * group,
