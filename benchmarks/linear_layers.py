@@ -27,7 +27,7 @@ from rich.table import Table
 from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
 from twinphase.backends.cpu.formats import BY_OUTPUTS, FORMATS, GROUP_INPUTS, STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import Isa, available_isas, choose_isa
-from twinphase.backends.cpu.operations import Operations, layer_spec
+from twinphase.backends.cpu.linear_operations import LinearOperations, layer_spec
 from twinphase.backends.cpu.program import Buffer, Program
 from twinphase.backends.cpu.threads import ThreadPool
 from twinphase.backends.cpu.weights import DENSE_BYTES, Arena, Matrix, Part
@@ -74,7 +74,7 @@ class LinearLayers:
         kernels = load_kernels(cache_root() / "kernels", isa, specs)
         self.program = Program(kernels, {"tokens": most_rows})
         unused: Any = None
-        operations = Operations(self.program, unused, isa, threads, unused, unused)
+        operations = LinearOperations(self.program, unused, isa, threads)
         rng = np.random.default_rng(0)
         for outputs, inputs in MATRICES:
             x = Buffer(self.program, "tokens", inputs)

@@ -48,7 +48,7 @@ BUDGET: dict[str, int] = {
     "benchmarks": 41_100,
     "tests": 389_100,
     "twinphase": 18_100,
-    "twinphase/backends": 125_200,
+    "twinphase/backends": 125_300,
     "twinphase/cache": 6_000,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 30_000,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_300,
 }
-MAX_TOKENS = {"src": 524_100, "tests": 389_100, "benchmarks": 41_100}
+MAX_TOKENS = {"src": 524_300, "tests": 389_100, "benchmarks": 41_100}
 
 SKIPPED = {
     tokenize.COMMENT,

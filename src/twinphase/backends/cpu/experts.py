@@ -9,14 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.cpu.formats import STRIP_OUTPUTS
-from twinphase.backends.cpu.operations import (
+from twinphase.backends.cpu.linear_operations import (
     FEW_ROWS,
     TILES_PER_THREAD,
-    Operations,
-    float_bits,
     kind_of_rows,
     layer_spec,
 )
+from twinphase.backends.cpu.operations import Operations, float_bits
 from twinphase.backends.cpu.program import Buffer, Memory, rows_in
 from twinphase.backends.cpu.threads import aligned
 from twinphase.backends.cpu.tiling import MAX_LINEAR_TILES, SLOT_INTS

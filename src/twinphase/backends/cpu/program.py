@@ -19,6 +19,8 @@ from twinphase.backends.cpu.weights import padded
 from twinphase.backends.group import Group
 from twinphase.blueprint import Span
 
+# Kinds of rows (`Buffer`).
+ALL_KINDS = ("f32", "q8", "bf16")
 Key = tuple[str, int, bool, bool]  # of arrays: rows, width, whether quantized, whether shared
 
 

@@ -40,7 +40,7 @@ from twinphase.backends.torch.device import (
     pinned,
     seconds_between,
 )
-from twinphase.backends.torch.experts import mixture
+from twinphase.backends.torch.experts import gate_and_up, mixture
 from twinphase.backends.torch.graphs import Graph, Graphs, cuda_graphs
 from twinphase.backends.torch.parts import execute_in_parts
 from twinphase.backends.torch.plain import attention, capped, gated, product, rotated
@@ -483,14 +483,11 @@ class TorchBackend(NoRecurrence):
             out[rows] = attention(q[None, rows], positions[None, rows], own, length, *cache)[0]
         return out.flatten(1)
 
-    def gated_linear(self, x: Tensor, weight: Array, *, bias: Tensor | None = None) -> Tensor:
-        """activation(gate) * up of the linear layer of both."""
-        return self.gate_mul(self.linear(x, weight, bias=bias))
-
     def gate_mul(self, gate_up: Tensor, up: None = None, first: int = 0) -> Tensor:
         """activation(gate) * up in float32, given in the element type."""
         return gated(gate_up.to(self.wide), self.blueprint.activation).to(self.dtype)
 
+    gated_linear: Callable[..., Tensor] = gate_and_up
     moe: Callable[..., Tensor] = mixture
 
     def logit_rows(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A mixture of experts in plain torch, expert by expert: the host counts the rows of each."""
+"""Feed-forward layers in plain torch; of a mixture, the host counts the rows of each expert."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from twinphase.blueprint import Experts
 
 if TYPE_CHECKING:
     from twinphase.backends.torch.backend import TorchBackend
+
+
+def gate_and_up(
+    backend: TorchBackend, x: Tensor, weight: Array, *, bias: Tensor | None = None
+) -> Tensor:
+    """activation(gate) * up of the linear layer of both."""
+    return backend.gate_mul(backend.linear(x, weight, bias=bias))
 
 
 def mixture(
@@ -39,7 +46,7 @@ def mixture(
     for expert in range(experts.count):
         rows, rank = (order == expert).nonzero(as_tuple=True)
         own = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
-        h = backend.gate_mul(backend.linear(x[rows], gate_up[expert], bias=own[0]))
+        h = gate_and_up(backend, x[rows], gate_up[expert], bias=own[0])
         h = backend.gather(h, backend.blueprint.span("experts"))
         results[rows, rank] = backend.linear(h, down[expert], bias=own[1]).to(backend.wide)
     out = torch.zeros_like(results[:, 0])
