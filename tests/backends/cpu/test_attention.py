@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,13 @@ from steps import (
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.base import Array, Backend, StepInputs
 from twinphase.backends.cpu.backend import CpuBackend
-from twinphase.backends.cpu.kv_layout import KV_CACHE_DTYPES
+from twinphase.backends.cpu.kernels.attention_fetch import FETCH_STEPS, fetch
+from twinphase.backends.cpu.kv_layout import (
+    CELLS_PER_TILE,
+    KV_CACHE_DTYPES,
+    key_bytes,
+    value_bytes,
+)
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.errors import InvalidRequestError
 
@@ -215,6 +222,49 @@ def test_few_rows_of_a_sequence(folder, heads, isa, dtype):
     expected = np.concatenate([reference(step_inputs(piece)) for piece in alone])
     assert_close(cpu(inputs), expected)
     np.testing.assert_allclose(reference(inputs), expected, rtol=1e-4, atol=1e-5)
+
+
+class Lines:
+    """An `Emit` on plain numbers that notes what is asked for; a place is `PLACE_BYTES` long."""
+
+    PLACE_BYTES = 1 << 20
+
+    def __init__(self) -> None:
+        self.b = self
+        self.asked: list[int] = []
+
+    def i64(self, value: int) -> int:
+        return value
+
+    def ashr(self, value: int, bits: int) -> int:
+        return value >> bits
+
+    def and_(self, left: int, right: int) -> int:
+        return left & right
+
+    def mul(self, left: int, right: int) -> int:
+        return left * right
+
+    def load(self, _: object, *offsets: int) -> int:
+        return sum(offsets) // 8 * self.PLACE_BYTES
+
+    def prefetch(self, *offsets: int) -> None:
+        self.asked.append(sum(offsets))
+
+
+@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
+@pytest.mark.parametrize("dim", (16, 64, 80, 128))
+def test_each_line_of_the_next_tile_is_asked_for_once(dim, dtype):
+    lines: Any = Lines()
+    for step in range(FETCH_STEPS):
+        fetch(lines, 0, step, dim, dtype)
+    wanted = [
+        place * Lines.PLACE_BYTES + line
+        for first, size in ((0, key_bytes(dim)), (2 * CELLS_PER_TILE, value_bytes(dim, dtype)))
+        for place in range(first, first + CELLS_PER_TILE)
+        for line in range(0, size, 64)
+    ]
+    assert sorted(lines.asked) == wanted
 
 
 def test_bytes_of_a_token(folder):

@@ -23,7 +23,8 @@ CHUNK_CELLS = 32
 KV_CACHE_DTYPES = ("auto", "int8")
 # Attention sums over this number of KV tokens at a time. Tiles begin at absolute positions.
 TILE_TOKENS = 128
-PLACES_BYTES_PER_TILE = 8 * 3 * (TILE_TOKENS // CELL_TOKENS)
+CELLS_PER_TILE = TILE_TOKENS // CELL_TOKENS
+PLACES_BYTES_PER_TILE = 8 * 3 * CELLS_PER_TILE
 UNIT_INTS = 8
 MERGE_INTS = 6
 # What becomes of a unit's results: it has all tiles of its rows and writes their output; it leaves

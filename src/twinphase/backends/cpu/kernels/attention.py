@@ -27,11 +27,18 @@ from twinphase.backends.cpu.intrinsics import (
 )
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels import attention_matrix
+from twinphase.backends.cpu.kernels.attention_fetch import (
+    FETCH_STEPS,
+    SCORES_STEPS,
+    VALUES_STEPS,
+    fetch_kernel,
+    fetch_scales_kernel,
+)
 from twinphase.backends.cpu.kernels.attention_tile import (
     MASKED_SCORE,
+    clear_kernel,
     copy_query_kernel,
     divide_kernel,
-    fetch_scales_kernel,
     find_cells_kernel,
     merge_stats_kernel,
     scale_add_kernel,
@@ -85,7 +92,7 @@ def attention_decode(
         sinks == "1",
         rows=decode_rows(int(group)),
         in_place=isa.bf16_dot and (dtype == "auto" or not isa.matrix_tiles),
-        ahead=isa.bf16_dot,
+        ahead=True,
     )
 
 
@@ -144,6 +151,7 @@ def _attention(
     copy_query = copy_query_kernel(dim, at)
     fetch_scales = fetch_scales_kernel(isa)
     row_block = _row_block_kernel(isa, dim, group, dtype, softcap, at, rows, ahead, convert)
+    clear = clear_kernel(isa, dim)
     divide = divide_kernel(isa, dim, sinks)
     begin_tiles = attention_matrix.begin_kernel(isa, dim, at, rows)
     end_tiles = attention_matrix.end_kernel(isa)
@@ -204,8 +212,7 @@ def _attention(
                 store_f32(scratch + at_maxima + lane, MASKED_SCORE)
                 store_f32(scratch + at_sums + lane, 0.0)
         if result in (WHOLE, LEAVES_STATE):
-            for i in range(padded * dim):
-                store_f32(scratch + at_out + 4 * i, 0.0)
+            clear(scratch + at_out, padded)
         begin_tiles(scratch)
         now = scratch + at_places
         coming = scratch + at_places + PLACES_BYTES_PER_TILE
@@ -301,20 +308,21 @@ def _row_block_kernel(
 ) -> Any:
     """Numba function of a register tile of a unit's rows against one KV tile."""
     scores = (
-        attention_matrix.scores_kernel(isa, dim, ahead)
+        attention_matrix.scores_kernel(isa, dim, dtype, ahead)
         if isa.matrix_tiles
-        else scores_kernel(isa, dim, rows, ahead)
+        else scores_kernel(isa, dim, dtype, rows, ahead)
     )
     softmax = softmax_kernel(isa, dtype, softcap)
     softmax_of_two, softmax_of_one = (
         attention_matrix.softmax_kernel(isa, dtype, softcap, count) for count in (2, 1)
     )
+    fetch = fetch_kernel(isa, dim, dtype)
     pairs = rows // 2 * 2 if isa.matrix_tiles else 0
     ones = rows if isa.matrix_tiles else 0
     weighted_values, merge_values = (
         attention_matrix.weighted_values_kernel(isa, dim, rows, dtype, merge, ahead)
         if isa.matrix_tiles
-        else weighted_values_kernel(isa, dim, rows, merge, ahead=ahead, convert=convert)
+        else weighted_values_kernel(isa, dim, rows, dtype, merge, ahead=ahead, convert=convert)
         for merge in (False, True)
     )
     merge_stats = merge_stats_kernel(isa)
@@ -332,6 +340,13 @@ def _row_block_kernel(
     chunk = 4 * isa.lanes
     partial_bytes = 64 + 4 * dim
     row_bytes = 4 * dim
+    softmax_steps = FETCH_STEPS - SCORES_STEPS - VALUES_STEPS if ahead else 0
+
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def fetch_before(i, count, coming):
+        # Before the softmax of `count` rows: their share of the steps between scores and values.
+        for step in range(softmax_steps * i // rows, softmax_steps * (i + count) // rows):
+            fetch(coming, SCORES_STEPS + step)
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def visible(end, window):
@@ -362,6 +377,7 @@ def _row_block_kernel(
             else (stats, stats + 4 * STATS_LANES, 4)
         )
         for i in range(0, pairs, 2):
+            fetch_before(i, 2, coming)
             softmax_of_two(
                 scratch + at_scores + 4 * TILE_TOKENS * i,
                 scratch + at_weights + weight_row * i,
@@ -375,6 +391,7 @@ def _row_block_kernel(
                 *visible(seen + (r + i + 1) // group, window),
             )
         for i in range(pairs, ones):
+            fetch_before(i, 1, coming)
             softmax_of_one(
                 scratch + at_scores + 4 * TILE_TOKENS * i,
                 scratch + at_weights + weight_row * i,
@@ -387,6 +404,7 @@ def _row_block_kernel(
                 *visible(seen + (r + i) // group, window),
             )
         for i in range(ones, rows):
+            fetch_before(i, 1, coming)
             softmax(
                 scratch + at_scores + 4 * TILE_TOKENS * i,
                 scratch + at_weights + weight_row * i,

@@ -15,14 +15,19 @@ from llvmlite import ir
 from twinphase.backends.cpu.emit import F32, I32, I64, LOG2_E, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.kernels.attention_tile import CELLS_PER_TILE, MASKED_SCORE
+from twinphase.backends.cpu.kernels.attention_fetch import (
+    FETCH_STEPS,
+    SCORES_STEPS,
+    VALUES_STEPS,
+    fetch,
+)
+from twinphase.backends.cpu.kernels.attention_tile import MASKED_SCORE
 from twinphase.backends.cpu.kernels.register_tile import release_tiles
 from twinphase.backends.cpu.kv_layout import (
     CELL_TOKENS,
+    CELLS_PER_TILE,
     STATS_LANES,
     TILE_TOKENS,
-    key_bytes,
-    value_bytes,
 )
 
 # Tile registers: four of sums, then rows and cells of either product.
@@ -56,12 +61,13 @@ def end_kernel(isa: Isa) -> Any:
     return emitted(isa, release_tiles if isa.matrix_tiles else lambda e: None)
 
 
-def scores_kernel(isa: Isa, dim: int, ahead: bool) -> Any:
+def scores_kernel(isa: Isa, dim: int, dtype: str, ahead: bool) -> Any:
     """As `attention_tile.scores_kernel`, but scores are left as int32 of the stored keys.
 
     So `softmax_kernel` scales them, and takes 128 times the sum of the query off.
     """
     width = _dimensions(dim)
+    steps = SCORES_STEPS * SUMS // CELLS_PER_TILE  # of a chunk
 
     def write(e: Emit, queries, _sums, places, coming, out, chunks):
         with e.loop(0, chunks) as chunk:
@@ -79,16 +85,14 @@ def scores_kernel(isa: Isa, dim: int, ahead: bool) -> Any:
             for n in range(SUMS):
                 to = e.add(out, e.mul(first, 4 * CELL_TOKENS), 4 * CELL_TOKENS * n)
                 e.matrix("tilestored64", n, at=(to, e.i64(4 * TILE_TOKENS)))
-                if ahead:
-                    _fetch(e, e.load(I64, coming, at, 8 * n), key_bytes(dim))
+                if ahead and n % (SUMS // steps) == 0:
+                    step = e.add(e.mul(chunk, steps), n // (SUMS // steps))
+                    fetch(e, coming, step, dim, dtype)
+        if ahead:
+            with e.loop(e.mul(chunks, steps), SCORES_STEPS) as step:
+                fetch(e, coming, step, dim, dtype)
 
     return emitted(isa, write)
-
-
-def _fetch(e: Emit, address: Value, count: int) -> None:
-    """Ask for some bytes, in memory order, so that the hardware prefetcher sees a stream."""
-    for line in range(0, count, 64):
-        e.prefetch(address, line)
 
 
 def softmax_kernel(isa: Isa, dtype: str, softcap: float, rows: int) -> Any:
@@ -205,8 +209,8 @@ def weighted_values_kernel(
     Values are bfloat16 where they lie; `dtype` is that of the values to fetch.
     """
     floats = vector(F32, 16)
-    size = value_bytes(dim, dtype)
     stride_of_sums = 4 * dim
+    first_step = FETCH_STEPS - VALUES_STEPS
 
     def write(e: Emit, weights, places, coming, cells, out, stride, stats, products):
         b = e.b
@@ -225,7 +229,10 @@ def weighted_values_kernel(
                     e.matrix("tileloadd64", VALUES, at=(column, e.i64(4 * dim)))
                     e.matrix("tdpbf16ps", n, WEIGHTS, VALUES)
                 if ahead and first == 0:
-                    _fetch(e, e.load(I64, coming, at, 16 * CELLS_PER_TILE), size)
+                    fetch(e, coming, e.add(cell, first_step), dim, dtype)
+            if ahead and first == 0:
+                with e.loop(e.add(cells, first_step), FETCH_STEPS) as step:
+                    fetch(e, coming, step, dim, dtype)
             for n in columns:
                 place = e.add(to, 4 * (first + 16 * n))
                 e.matrix("tilestored64", n, at=(place, to_stride))

@@ -39,8 +39,15 @@ from twinphase.backends.cpu.intrinsics import (
     store_i64,
 )
 from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels.attention_fetch import (
+    FETCH_STEPS,
+    SCORES_STEPS,
+    VALUES_STEPS,
+    fetch,
+)
 from twinphase.backends.cpu.kv_layout import (
     CELL_TOKENS,
+    CELLS_PER_TILE,
     CHUNK_CELLS,
     STATS_LANES,
     TILE_TOKENS,
@@ -51,7 +58,6 @@ from twinphase.backends.cpu.kv_layout import (
 
 # Finite, so that a wholly masked tile merges with weight 0 instead of NaN.
 MASKED_SCORE = -1e30
-CELLS_PER_TILE = TILE_TOKENS // CELL_TOKENS
 
 
 def _bf16_pairs(e: Emit, address: Value, *offsets: int | Value) -> Value:
@@ -90,19 +96,21 @@ def _widen_values(isa: Isa, dim: int, dtype: str) -> Any:
     return emitted(isa, write)
 
 
-def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
+def scores_kernel(isa: Isa, dim: int, dtype: str, rows: int, ahead: bool = False) -> Any:
     """Numba-callable (queries, sums, places, next places, out, chunks): out[r, t] = (q .
 
     k) * key scale.
 
     The register tile is `rows` queries x 4 vectors of tokens; `chunks` of them are computed. Places
     are the addresses of the tile's cells: keys, then scales, then values (`find_cells_kernel`).
-    With `ahead` the keys at the next places are asked for meanwhile.
+    With `ahead` the first steps of the tile at the next places are asked for meanwhile.
     """
     lanes = isa.lanes
     columns = 4
     ints = vector(I32, lanes)
     floats = vector(F32, lanes)
+    quads = dim // 4  # of a chunk
+    quads_per_step = TILE_TOKENS // (lanes * columns) * quads // SCORES_STEPS
 
     def write(e: Emit, queries, sums, places, coming, out, chunks):
         b = e.b
@@ -125,16 +133,13 @@ def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
                         b.mul(e.load(I32, sums, 4 * r), ir.Constant(I32, -128)), lanes
                     )
                 totals.append([e.variable(start) for _ in range(columns)])
-            with e.loop(0, dim // 4) as quad:
+            with e.loop(0, quads) as quad:
                 vectors = [e.load(ints, key, e.mul(quad, 4 * CELL_TOKENS)) for key in keys]
                 if ahead:
-                    # Four lines in memory order, so that the hardware prefetcher sees a stream.
-                    cell = e.add(
-                        e.mul(chunk, lanes * columns // CELL_TOKENS), b.sdiv(quad, e.i64(dim // 16))
-                    )
-                    line = e.mul(b.srem(quad, e.i64(dim // 16)), 256)
-                    for n in range(4):
-                        e.prefetch(e.load(I64, coming, e.mul(cell, 8)), line, 64 * n)
+                    count = e.add(e.mul(chunk, quads), quad)
+                    due = b.icmp_signed("==", b.srem(count, e.i64(quads_per_step)), e.i64(0))
+                    with b.if_then(due):
+                        fetch(e, coming, b.sdiv(count, e.i64(quads_per_step)), dim, dtype)
                 for r in range(rows):
                     query = e.broadcast(e.load(I32, queries, r * dim, e.mul(quad, 4)), lanes)
                     for c in range(columns):
@@ -150,6 +155,11 @@ def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
                         4 * TILE_TOKENS * r,
                         at,
                     )
+        if ahead:
+            # A tile that is partly filled asks for no less.
+            count = e.add(e.mul(chunks, quads), quads_per_step - 1)
+            with e.loop(b.sdiv(count, e.i64(quads_per_step)), SCORES_STEPS) as step:
+                fetch(e, coming, step, dim, dtype)
 
     return emitted(isa, write)
 
@@ -244,7 +254,14 @@ def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
 
 
 def weighted_values_kernel(
-    isa: Isa, dim: int, rows: int, merge: bool, *, ahead: bool = False, convert: bool = False
+    isa: Isa,
+    dim: int,
+    rows: int,
+    dtype: str,
+    merge: bool,
+    *,
+    ahead: bool = False,
+    convert: bool = False,
 ) -> Any:
     """Numba-callable sum over tokens of weight * value.
 
@@ -252,8 +269,8 @@ def weighted_values_kernel(
     matrix tiles.
 
     With `merge` the sums are folded into out (out * alpha + sum * beta, from `stats`), else stored.
-    With `ahead` the values at the next places are asked for meanwhile. With `convert` values are
-    int8 where they lie.
+    With `ahead` the last steps of the tile at the next places are asked for meanwhile. With
+    `convert` values are int8 where they lie.
     """
     lanes = isa.lanes
     floats = vector(F32, lanes)
@@ -273,15 +290,9 @@ def weighted_values_kernel(
                 start = tokens * value_size * first
                 values = e.add(e.load(I64, places, e.mul(cell, 8), 16 * CELLS_PER_TILE), start)
                 weight_at = e.add(weights, e.mul(cell, 4 * steps))
-                later = (
-                    e.add(e.load(I64, coming, e.mul(cell, 8), 16 * CELLS_PER_TILE), start)
-                    if ahead
-                    else None
-                )
+                if ahead and first == 0:
+                    fetch(e, coming, e.add(cell, FETCH_STEPS - VALUES_STEPS), dim, dtype)
                 with e.loop(0, steps) as step:
-                    if later is not None:
-                        for line in range(0, tokens * value_size * lanes * len(here), 64):
-                            e.prefetch(later, e.mul(step, value_row), line)
                     if convert:
                         row = [
                             _bf16_pairs(e, values, e.mul(step, value_row), 2 * c * lanes)
@@ -307,6 +318,9 @@ def weighted_values_kernel(
                                         total.get(),
                                     )
                                 )
+            if ahead and first == 0:
+                with e.loop(e.add(cells, FETCH_STEPS - VALUES_STEPS), FETCH_STEPS) as step:
+                    fetch(e, coming, step, dim, dtype)
             for r in range(rows):
                 for c in here:
                     at = (e.mul(stride, r), 4 * (first + c * lanes))
@@ -431,12 +445,14 @@ def widen_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int]) -> Any:
     return widen_tile
 
 
-def fetch_scales_kernel(isa: Isa) -> Any:
-    """Numba-callable (places): ask for the scales of a tile's cells."""
+def clear_kernel(isa: Isa, dim: int) -> Any:
+    """Numba-callable (out, rows): zero rows of `dim` float32, which a loop of Numba's scatters."""
+    floats = vector(F32, 16)
 
-    def write(e: Emit, places):
-        for c in range(CELLS_PER_TILE):
-            e.prefetch(e.load(I64, places, 8 * (CELLS_PER_TILE + c)))
+    def write(e: Emit, out, rows):
+        with e.loop(0, rows) as row:
+            for i in range(0, dim, 16):
+                e.store(e.splat(floats, 0.0), out, e.mul(row, 4 * dim), 4 * i)
 
     return emitted(isa, write)
 
