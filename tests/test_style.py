@@ -46,7 +46,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 41_100,
-    "tests": 389_500,
+    "tests": 390_200,
     "twinphase": 18_100,
     "twinphase/backends": 126_000,
     "twinphase/cache": 6_000,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_300,
 }
-MAX_TOKENS = {"src": 524_900, "tests": 389_500, "benchmarks": 41_100}
+MAX_TOKENS = {"src": 525_000, "tests": 390_200, "benchmarks": 41_100}
 
 SKIPPED = {
     tokenize.COMMENT,

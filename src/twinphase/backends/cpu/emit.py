@@ -26,8 +26,6 @@ Value = Any  # an llvmlite value; the library is untyped
 # 1.1e-4.
 EXP2_DEGREE_5 = (1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
 EXP2_DEGREE_3 = (5.5171669e-2, 2.4261112e-1, 6.9326099e-1, 9.9992807e-1)
-# The same of 2^f on [0, 1], with a relative error of 7.5e-5.
-EXP2_ABOVE = (7.802452e-2, 2.2606715e-1, 6.9583355e-1, 9.9992521e-1)
 LOG2_E = 1.4426950408889634
 
 
@@ -243,28 +241,6 @@ class Emit:
             p = self.fma(p, f, self.splat(ty, c))
         exponent = self.b.shl(self.b.bitcast(shifted, ints), self.splat(ints, 23))
         return self.b.bitcast(self.b.add(self.b.bitcast(p, ints), exponent), ty)
-
-    def exp2_roughly(self, x: Value) -> Value:
-        """2^x of a float32 vector of 16 in few instructions of AVX-512, to 7.5e-5 of it.
-
-        What is above the integer below x goes to a polynomial; one instruction multiplies by 2 to
-        the integer, and gives 0 far below.
-        """
-        ty = x.type
-        down = ir.Constant(I32, 1)
-        f = self._masked("reduce", ty, x, down)
-        p = self.splat(ty, EXP2_ABOVE[0])
-        for c in EXP2_ABOVE[1:]:
-            p = self.fma(p, f, self.splat(ty, c))
-        return self._masked("scalef", ty, p, x)
-
-    def _masked(self, name: str, ty: ir.Type, *operands: Value) -> Value:
-        """An instruction of AVX-512 on all lanes; rounding and exceptions are the thread's."""
-        every = ir.Constant(I16, -1)
-        now = ir.Constant(I32, 4)
-        zero = self.splat(ty, 0.0)
-        name = f"llvm.x86.avx512.mask.{name}.ps.512"
-        return self.call(name, ty, *operands, zero, every, now)
 
     def _over_one_plus_exp2(self, x: Value, exponent: Value) -> Value:
         """x / (1 + 2^exponent)."""

@@ -69,7 +69,7 @@ class LinearOperations:
             elif base is not None:
                 term = [base.data + 4 * (first + part.column), base.stride]
             args = self.linear_args(part, source, out.floats)
-            args += [*term, part.strips, program.count(x.rows), strips_per_tile, chunk]
+            args += [*term, part.strips, program.count(x.rows), strips_per_tile, chunk, 0, 0]
             reads = [source.data] if base is None else [source.data, base.data]
             written = [(out.floats.data, part.column)]
             program.add(layer_spec("linear", part.type), tiles, args, reads, written)
@@ -82,6 +82,8 @@ class LinearOperations:
         """
         if not weight.paired:
             return self.gate_mul(self.linear(x, weight, bias=bias))
+        if bias is not None:
+            raise ValueError("gate and up with a bias are not paired")
         (part,) = weight.parts
         width = padded(weight.sizes[0])
 

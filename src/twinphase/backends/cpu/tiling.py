@@ -47,7 +47,7 @@ BF16_SCRATCH_BYTES = BF16_AREAS["sums"] + 4 * STRIP_OUTPUTS * BF16_SUM_ROWS
 ELEMENTWISE_TILE_ROWS = 4
 # A claim word holds numbers below 2^18.
 MAX_LINEAR_TILES = 1 << 17
-# What a linear layer's tile leaves for its gate, in int64 (`kernels/gate_tile.py`).
+# Bytes of the record that a linear layer's tile leaves for its gate (`kernels/gate_tile.py`).
 GATE_RECORD_BYTES = 64
 # A slot is an expert that has rows: its number, its first row, and the end of its rows, in int32.
 SLOT_INTS = 3
@@ -104,7 +104,8 @@ def bf16_chunk(rows: int, row_bytes: int, strips: int, tiles: int) -> tuple[int,
 def gated_results(rows: int, chunk_rows: int, pairs: int, tiles: int) -> int:
     """Scratch memory of the results that wait in a tile for its gate.
 
-    Few of the `rows` take the `pairs` of strips in about `tiles` tiles.
+    Up to FEW_TILE_ROWS rows divide the `pairs` of strips among about `tiles` tiles; more rows take
+    a few pairs per tile.
     """
     few = FEW_TILE_ROWS * max(1, pairs // tiles)
     most = 2 * chunk_rows + rows * pairs // MAX_LINEAR_TILES

@@ -183,7 +183,7 @@ class Fill:
     Attributes:
         memory: of its strips, or of both tensors' where they take turns.
         tiled: whether it is packed for matrix tiles in bfloat16.
-        turn: of its strips among the `turns` of tensors.
+        turn: which of the `turns` tensors this one is in their alternating strips.
     """
 
     checkpoint: Checkpoint
@@ -271,7 +271,8 @@ def _paired(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> bool:
     if [info.name.split(".")[-2] for info in infos] not in GATE_AND_UP:
         return False
     gate, up = infos
-    biased = f"{gate.name.removesuffix('weight')}bias" in checkpoint.tensors
+    biases = [f"{info.name.removesuffix('weight')}bias" for info in infos]
+    biased = any(name in checkpoint.tensors for name in biases)
     return (gate.type, gate.shape) == (up.type, up.shape) and len(gate.shape) == 2 and not biased
 
 

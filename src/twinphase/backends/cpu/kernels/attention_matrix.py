@@ -12,7 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from twinphase.backends.cpu.emit import F32, I32, I64, LOG2_E, Emit, Value, vector
+from twinphase.backends.cpu.emit import F32, I16, I32, I64, LOG2_E, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.attention_fetch import (
@@ -33,6 +33,10 @@ from twinphase.backends.cpu.kv_layout import (
 # Tile registers: four of sums, then rows and cells of either product.
 SUMS = 4
 QUERIES, KEYS, WEIGHTS, VALUES = range(SUMS, SUMS + 4)
+
+
+# Minimax polynomial of 2^f on [0, 1], highest power first.
+EXP2_ABOVE = (7.802452e-2, 2.2606715e-1, 6.9583355e-1, 9.9992521e-1)
 
 
 def _dimensions(dim: int) -> int:
@@ -150,7 +154,7 @@ def softmax_kernel(isa: Isa, dtype: str, softcap: float, rows: int) -> Any:
             e.store(top, maximum, e.mul(stride, r))
             tops.append(e.broadcast(b.fsub(ir.Constant(F32, -0.0), top), CELL_TOKENS))
         for r in each:
-            weights = [e.exp2_roughly(e.fma(value, factors[r], tops[r])) for value in x[r]]
+            weights = [_exp2(e, e.fma(value, factors[r], tops[r])) for value in x[r]]
             if masks:
                 weights = [b.select(m, w, zero) for m, w in zip(masks[r], weights, strict=True)]
             e.store(e.reduce_add(_tree(b.fadd, weights)), total, e.mul(stride, r))
@@ -192,6 +196,24 @@ def softmax_kernel(isa: Isa, dtype: str, softcap: float, rows: int) -> Any:
                 finish(e, x, factors, [], out, maximum, total, stride, places)
 
     return emitted(isa, write, starred=2 * rows)
+
+
+def _exp2(e: Emit, x: Value) -> Value:
+    """2^x of a float32 vector of 16 in few instructions, to a relative error of 7.5e-5.
+
+    What is above the integer below x goes to a polynomial; one instruction multiplies by 2 to the
+    integer, and gives 0 far below.
+    """
+    every = ir.Constant(I16, -1)
+    ty = x.type
+    down = ir.Constant(I32, 1)
+    now = ir.Constant(I32, 4)  # rounding mode and exceptions are the thread's
+    zero = e.splat(ty, 0.0)
+    f = e.call("llvm.x86.avx512.mask.reduce.ps.512", ty, x, down, zero, every, now)
+    p = e.splat(ty, EXP2_ABOVE[0])
+    for c in EXP2_ABOVE[1:]:
+        p = e.fma(p, f, e.splat(ty, c))
+    return e.call("llvm.x86.avx512.mask.scalef.ps.512", ty, p, x, zero, every, now)
 
 
 def _tree(combine: Callable[[Value, Value], Value], values: list[Value]) -> Value:

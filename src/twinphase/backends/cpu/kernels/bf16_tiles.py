@@ -7,8 +7,8 @@ a tile and is summed by itself, inputs in one order, so its bits do not depend o
 it: the same instruction computes one row and a thousand.
 
 A strip's weights are unpacked once for few rows, the next group while one is multiplied. Many rows
-take weights by panels, which stay in the first two levels of the cache; sums wait in scratch memory
-between panels.
+take weights by panels, which stay in the first-level cache; sums wait in scratch memory between
+panels.
 """
 
 from __future__ import annotations
@@ -86,13 +86,14 @@ def _panel_block(
     is_first,
     out,
     out_stride,
+    out_rows,
     ahead,
     lines,
 ) -> None:
     """Multiply a panel of a strip by one block of rows, or two; sums continue in scratch memory.
 
-    Per 32 inputs two rows' places of outputs are asked for meanwhile, and that number of lines of
-    the weights `ahead`.
+    Per 32 inputs the outputs of `out_rows` rows are prefetched meanwhile, and that number of lines
+    of the weights `ahead`.
     """
     for tile in _sums(both):
         with e.b.if_else(e.b.icmp_signed("!=", is_first, e.i64(0))) as (then, otherwise):
@@ -103,8 +104,8 @@ def _panel_block(
     with e.loop(0, tiles) as k:
         here = e.add(weights, e.mul(k, WEIGHT_TILE_BYTES))
         _multiply(e, both, here, e.add(x, e.mul(k, TILE_BYTES)), block_bytes)
-        for row in range(2):
-            place = e.add(out, e.mul(out_stride, e.add(e.mul(k, 2), row)))
+        with e.loop(0, out_rows) as row:
+            place = e.add(out, e.mul(out_stride, e.add(e.mul(k, out_rows), row)))
             e.prefetch(place, write=True)
             e.prefetch(place, 64, write=True)
         with e.loop(0, lines) as line:
@@ -188,7 +189,7 @@ def strips_in_bf16_tiles(isa: Isa, type_name: str) -> Any:
     end = emitted(isa, release_tiles)
     store = emitted(isa, _stored)
     stream_strip = emitted(isa, one_or_both(stream), starred=6)
-    multiply_panel = emitted(isa, one_or_both(_panel_block), starred=10)
+    multiply_panel = emitted(isa, one_or_both(_panel_block), starred=11)
     panel_at = emitted(isa, panel_of)
     streamed = fmt is None
     inputs = DENSE_TILE_INPUTS if fmt is None else 1  # that `groups` counts as one
@@ -235,10 +236,7 @@ def strips_in_bf16_tiles(isa: Isa, type_name: str) -> Any:
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def many(operands, first_strip, end_strip, first_row, rows, tiles, strip_bytes, scratch):
         w, _, data, stride = operands[:4]
-        # Where outputs are stored, which are asked for; a gate stores few.
-        place, place_stride = operands[8:10]
-        if operands[12]:
-            place_stride = 0
+        out, out_stride = operands[8:10]
         longest = STREAMED_PANEL_TILES if streamed and rows <= STREAMED_ROWS else WEIGHT_PANEL_TILES
         panels = (tiles + longest - 1) // longest
         most = (tiles + panels - 1) // panels
@@ -249,6 +247,8 @@ def strips_in_bf16_tiles(isa: Isa, type_name: str) -> Any:
                 panel = panel_at(w + s * strip_bytes, p, count, scratch)
                 sums = scratch + at_sums + (s - first_strip) * strip_sums
                 last = p + count >= tiles
+                # A gate stores its result elsewhere.
+                out_rows = (2 * ROWS + count - 1) // count if last and not operands[12] else 0
                 # Each block asks for its share of the next strip's panel; after the last of several
                 # strips, of the first one's next panel.
                 blocks = (rows + 2 * ROWS - 1) // (2 * ROWS)
@@ -265,8 +265,9 @@ def strips_in_bf16_tiles(isa: Isa, type_name: str) -> Any:
                         ROWS * stride,
                         sums + m // (2 * ROWS) * SUM_BYTES,
                         int(p == 0),
-                        place + (first_row + m) * place_stride + 128 * s,
-                        place_stride,
+                        out + (first_row + m) * out_stride + 128 * s,
+                        out_stride,
+                        out_rows,
                         ahead + m // (2 * ROWS) * lines * count * 64,
                         lines,
                     )

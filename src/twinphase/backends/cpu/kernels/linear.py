@@ -56,9 +56,10 @@ def quantized_linear(isa: Isa, format_name: str) -> Kernel:
 
     Arguments: operands (w, groups, data, data stride, scale, fsum, scale stride, isum, out, out
     stride, residual, residual stride), strips, addresses of the row count, of the strips and of the
-    rows that a tile takes, and those of `_linear_kernel` where it gates. Strides are bytes. Where
-    weights are multiplied in bfloat16 tiles, x is as `quantize.round_rows` writes it, and scale,
-    fsum and isum are not read.
+    rows that a tile takes; then the address of the gate's kernel and `results_at` (see
+    `_linear_kernel`), both 0 without a gate, and the arguments of `gate_tile`. Strides are bytes.
+    Where weights are multiplied in bfloat16 tiles, x is as `quantize.round_rows` writes it, and
+    scale, fsum and isum are not read.
     """
     if isa.takes_bf16(format_name):
         return _linear_kernel(strips_in_bf16_tiles(isa, format_name))
