@@ -107,7 +107,7 @@ class Layers:
 
 
 def rows_of(memory: Any, rows: int, kind: str) -> list[NDArray[np.generic]]:
-    """The numbers of the first rows, whatever lies in the places of others."""
+    """The values of the first `rows` rows; the places of the other rows may hold anything."""
     if kind == "bf16":
         words = memory.arrays[0].view(np.uint16)
         words = words[: words.size // (16 * WIDTH) * 16 * WIDTH]
@@ -205,7 +205,7 @@ def test_results_that_wait_for_a_gate_have_room():
             operations = LinearOperations(program, unused, path, threads)
             part = Part("Q8_0", 0, 2 * pairs, groups, 0, 0, tiled)
             row_bytes = 32 * groups * (2 if tiled else 1)
-            cells = [one for one in operations._linear_tiles("tokens", part, row_bytes, 2)[:2]]
+            cells = operations._linear_tiles("tokens", part, row_bytes, 2)[:2]
             room = tiling.gated_results(
                 most, tiling.most_chunk_rows(row_bytes), pairs, TILES_PER_THREAD * threads
             )

@@ -37,9 +37,11 @@ FEW_TILE_ROWS = 2 * MATRIX_TILE_ROWS
 BF16_CHUNK_ROWS = 256
 BF16_CHUNK_BYTES = 3 << 19
 BF16_PANEL_STRIPS = 4
+# Bytes of the record that a linear layer's tile leaves for its gate (`kernels/gate_tile.py`).
+GATE_RECORD_BYTES = 64
 # Offsets in a thread's scratch memory; the tiles' shapes are at 0, and sums come last.
 BF16_AREAS = {"numbers": 64, "gate": 64 + 4 * 4 * STRIP_OUTPUTS}
-BF16_AREAS["panel"] = BF16_AREAS["gate"] + 64
+BF16_AREAS["panel"] = BF16_AREAS["gate"] + GATE_RECORD_BYTES
 BF16_AREAS["sums"] = BF16_AREAS["panel"] + WEIGHT_TILE_BYTES * WEIGHT_PANEL_TILES
 # Rows times strips whose sums wait; a tile of more takes its strips in turn.
 BF16_SUM_ROWS = BF16_CHUNK_ROWS * BF16_PANEL_STRIPS
@@ -47,8 +49,6 @@ BF16_SCRATCH_BYTES = BF16_AREAS["sums"] + 4 * STRIP_OUTPUTS * BF16_SUM_ROWS
 ELEMENTWISE_TILE_ROWS = 4
 # A claim word holds numbers below 2^18.
 MAX_LINEAR_TILES = 1 << 17
-# Bytes of the record that a linear layer's tile leaves for its gate (`kernels/gate_tile.py`).
-GATE_RECORD_BYTES = 64
 # A slot is an expert that has rows: its number, its first row, and the end of its rows, in int32.
 SLOT_INTS = 3
 # Numbers of a state's plan (`recurrent.StateMemory`).

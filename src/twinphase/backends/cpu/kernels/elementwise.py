@@ -44,11 +44,16 @@ def _normalized(e: Emit, x, weight, width, eps, groups) -> Callable[[Value], Val
     factor = e.broadcast(inverse, 32)
 
     def group(g: Value) -> Value:
-        at = e.mul(g, 128)
-        values = e.b.fmul(e.load(GROUP_OF_FLOATS, x, at), factor)
-        return e.b.fmul(values, e.load(GROUP_OF_FLOATS, weight, at))
+        return _weighted(e, x, weight, factor, g)
 
     return group
+
+
+def _weighted(e: Emit, row: Value, weight: Value, factor: Value, g: Value) -> Value:
+    """Group g of a row, times the row's factor and the weights."""
+    at = e.mul(g, 128)
+    values = e.b.fmul(e.load(GROUP_OF_FLOATS, row, at), factor)
+    return e.b.fmul(values, e.load(GROUP_OF_FLOATS, weight, at))
 
 
 def rms_norm(isa: Isa, kind: str) -> Kernel:
@@ -81,10 +86,8 @@ def _rms_norm_in_tiles(isa: Isa) -> Kernel:
             e.store(inverse, factors, e.mul(m, 4))
 
         def normalized(row: Value, m: Value, g: Value) -> Value:
-            at = e.mul(g, 128)
             factor = e.broadcast(e.load(F32, factors, e.mul(m, 4)), 32)
-            values = e.b.fmul(e.load(GROUP_OF_FLOATS, row, at), factor)
-            return e.b.fmul(values, e.load(GROUP_OF_FLOATS, weight, at))
+            return _weighted(e, row, weight, factor, g)
 
         block.put(normalized, groups, out, scratch)
 

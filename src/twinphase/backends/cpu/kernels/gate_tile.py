@@ -49,8 +49,8 @@ def gate_tile(isa: Isa, activation: str, kind: str) -> Kernel:
     Arguments: groups of a row of the result, out, scale, fsum, isum. In place of scratch memory
     stands the address of the record.
     """
-    write = _from_sums if kind == "bf16" else _from_rows
-    tile_of = emitted(isa, write(activation, kind), starred=RECORD)
+    write = _from_sums(activation) if kind == "bf16" else _from_rows(activation, kind)
+    tile_of = emitted(isa, write, starred=RECORD)
     arguments = fields(5)
     record_of = fields(RECORD)
 
@@ -72,7 +72,7 @@ def _from_rows(activation: str, kind: str) -> Callable[..., None]:
     return write
 
 
-def _from_sums(activation: str, kind: str) -> Callable[..., None]:
+def _from_sums(activation: str) -> Callable[..., None]:
     """Up to 32 rows: two blocks of [block of 16 outputs][output][row] become tiles of rows.
 
     A row of such a tile is a pair of outputs of 16 rows, so nothing is turned.
