@@ -28,9 +28,10 @@ from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
 from twinphase.backends.cpu.formats import BY_OUTPUTS, FORMATS, GROUP_INPUTS, STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import Isa, available_isas, choose_isa
 from twinphase.backends.cpu.linear_operations import LinearOperations, layer_spec
+from twinphase.backends.cpu.memory import Arena
 from twinphase.backends.cpu.program import Buffer, Program
 from twinphase.backends.cpu.threads import ThreadPool
-from twinphase.backends.cpu.weights import DENSE_BYTES, Arena, Matrix, Part
+from twinphase.backends.cpu.weights import DENSE_BYTES, Matrix, Part
 from twinphase.phases.hardware import processor_name
 from twinphase.weights.storage import cache_root
 

@@ -15,7 +15,7 @@ from steps import ISAS_OF_LINEAR, USER_CACHE, differs_in_dot_alone, isas_that_di
 from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
 from twinphase.backends.cpu.formats import BY_OUTPUTS, FORMATS, STRIP_OUTPUTS, PackedFormat
 from twinphase.backends.cpu.isa import choose_isa
-from twinphase.backends.cpu.threads import aligned
+from twinphase.backends.cpu.memory import aligned
 
 DENSE_ELEMENTS = ("F32", "F16", "BF16")
 # Of each way to multiply one: groups of 32 and of 16, with minima and without, nested and not, and

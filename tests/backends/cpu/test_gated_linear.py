@@ -19,9 +19,10 @@ from twinphase.backends.cpu.dry_run import RecordedKernels
 from twinphase.backends.cpu.formats import STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import ISAS, Isa, choose_isa
 from twinphase.backends.cpu.linear_operations import TILES_PER_THREAD, LinearOperations
+from twinphase.backends.cpu.memory import aligned
 from twinphase.backends.cpu.operations import Operations
 from twinphase.backends.cpu.program import Buffer, Program
-from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
+from twinphase.backends.cpu.threads import Command, ThreadPool
 from twinphase.backends.cpu.weights import Fill, Matrix, Part, Vector, place
 from twinphase.weights.checkpoint import TensorInfo
 

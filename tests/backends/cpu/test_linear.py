@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.cpu.formats import FORMATS
 from twinphase.backends.cpu.isa import choose_isa
-from twinphase.backends.cpu.threads import aligned
+from twinphase.backends.cpu.memory import aligned
 from twinphase.backends.cpu.tiling import (
     ELEMENTWISE_TILE_ROWS,
     MATRIX_MIN_ROWS,

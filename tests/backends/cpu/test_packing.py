@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.cpu.formats import PackedFormat
 from twinphase.backends.cpu.isa import choose_isa
-from twinphase.backends.cpu.threads import aligned
+from twinphase.backends.cpu.memory import aligned
 
 Bytes = NDArray[np.uint8]
 Reader = Callable[[Bytes, PackedFormat], NDArray[np.int32]]

@@ -19,13 +19,14 @@ import pytest
 from kernel_calls import call_kernel, kernel, pack, random_blocks
 
 from twinphase.backends.cpu.isa import ISAS, available_isas
+from twinphase.backends.cpu.memory import aligned
 from twinphase.backends.cpu.program_layout import (
     CTL_EPOCH,
     EPOCH_MASK,
     HAS_FUTEX,
     STATE_IS_GUEST,
 )
-from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
+from twinphase.backends.cpu.threads import Command, ThreadPool
 from twinphase.backends.cpu.tiling import scratch_bytes
 
 BEST = available_isas()[0]

@@ -21,8 +21,8 @@ from twinphase.backends.cpu.kv_layout import (
     padded_group,
     query_tile_tokens,
 )
+from twinphase.backends.cpu.memory import aligned
 from twinphase.backends.cpu.shared_prefixes import SharedPrefix, shared_prefixes
-from twinphase.backends.cpu.threads import aligned
 from twinphase.blueprint import KVShape
 
 # Number of units per thread for sequences with few rows, so that threads end together.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from twinphase.backends.base import StepInputs
 from twinphase.backends.cpu.attention_units import AttentionUnits, Ints, Limits, partial_room
 from twinphase.backends.cpu.kv_layout import STATE_BYTES, TILE_TOKENS
-from twinphase.backends.cpu.threads import aligned
+from twinphase.backends.cpu.memory import aligned
 from twinphase.blueprint import KVShape
 
 

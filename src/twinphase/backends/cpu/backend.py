@@ -16,6 +16,7 @@ from twinphase.backends.cpu.compiler import compile_kernels, kernel_digest, load
 from twinphase.backends.cpu.dry_run import DryLoader, RecordedKernels, private_group
 from twinphase.backends.cpu.formats import STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import choose_isa
+from twinphase.backends.cpu.memory import Arena
 from twinphase.backends.cpu.operations import (
     CacheAddresses,
     LayerCache,
@@ -35,7 +36,6 @@ from twinphase.backends.cpu.tiling import (
     LOGIT_TILES_PER_ROW,
 )
 from twinphase.backends.cpu.weights import (
-    Arena,
     Embedding,
     Fill,
     Matrix,

@@ -15,9 +15,9 @@ from twinphase.backends.cpu.linear_operations import (
     kind_of_rows,
     layer_spec,
 )
+from twinphase.backends.cpu.memory import aligned
 from twinphase.backends.cpu.operations import Operations, float_bits
 from twinphase.backends.cpu.program import Buffer, Memory, rows_in
-from twinphase.backends.cpu.threads import aligned
 from twinphase.backends.cpu.tiling import MAX_LINEAR_TILES, SLOT_INTS
 from twinphase.backends.cpu.weights import Matrix, Vector
 from twinphase.blueprint import Experts

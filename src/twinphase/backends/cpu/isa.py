@@ -55,10 +55,12 @@ class Isa:
     @property
     def llvm_options(self) -> tuple[str, ...]:
         """Options of LLVM's code generator."""
-        # By default it reorders and regroups operations for more parallelism, and 16 registers do
-        # not hold what is then computed at once.
+        # LLVM loads all weights of a group before it multiplies the first, which spills the totals.
+        if self.lanes == 16:
+            return ("-enable-misched=false",)
+        # It also regroups operations for more parallelism than 16 registers hold.
         if self.lanes == 8:
-            return "-x86-machine-combiner=false", "-enable-misched=false"
+            return "-enable-misched=false", "-x86-machine-combiner=false"
         return ()
 
     def takes_bf16(self, weights: str) -> bool:
@@ -69,7 +71,7 @@ class Isa:
 
     def takes_panels(self, fmt: PackedFormat) -> bool:
         """Whether weights are unpacked in panels for many rows, where that was seen to pay off."""
-        return self.lanes == 8 or (self.lanes == 16 and fmt.nested and not fmt.values)
+        return self.lanes == 8 or (self.lanes == 16 and fmt.nested)
 
     def takes_words(self, fmt: PackedFormat) -> bool:
         """Whether panels have 16-bit codes, where the dot product of bytes does not hold 8 bits."""

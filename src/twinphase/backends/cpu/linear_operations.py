@@ -7,8 +7,8 @@ import numpy as np
 from twinphase.backends.cpu import tiling
 from twinphase.backends.cpu.formats import FORMATS, GROUP_INPUTS, STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.memory import aligned
 from twinphase.backends.cpu.program import ALL_KINDS, Buffer, Memory, Program, rows_in
-from twinphase.backends.cpu.threads import aligned
 from twinphase.backends.cpu.tiling import GATE_TILES_PER_ROW
 from twinphase.backends.cpu.weights import Matrix, Part, Vector, padded
 from twinphase.blueprint import Blueprint

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.cpu.formats import GROUP_INPUTS
-from twinphase.backends.cpu.threads import Command, aligned, libc_address
+from twinphase.backends.cpu.memory import aligned
+from twinphase.backends.cpu.threads import Command, libc_address
 from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS, MATRIX_TILE_ROWS
 from twinphase.backends.cpu.weights import padded
 from twinphase.backends.group import Group

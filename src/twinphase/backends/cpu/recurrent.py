@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from twinphase.backends.base import StepInputs
 from twinphase.backends.cpu.experts import ExpertOperations
+from twinphase.backends.cpu.memory import aligned
 from twinphase.backends.cpu.operations import float_bits
 from twinphase.backends.cpu.program import Buffer, Memory
-from twinphase.backends.cpu.threads import aligned
 from twinphase.backends.cpu.tiling import (
     ELEMENTWISE_TILE_ROWS,
     GATE_TILES_PER_ROW,

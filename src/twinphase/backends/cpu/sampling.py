@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.base import SampledRows, SamplingPlan
+from twinphase.backends.cpu.memory import aligned
 from twinphase.backends.cpu.program import Buffer, Program
-from twinphase.backends.cpu.threads import ThreadPool, aligned
+from twinphase.backends.cpu.threads import ThreadPool
 from twinphase.backends.cpu.tiling import (
     EDITS,
     GROUPS_PER_EDGE,

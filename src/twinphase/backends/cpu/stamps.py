@@ -12,8 +12,9 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from twinphase.backends.cpu.memory import aligned
 from twinphase.backends.cpu.program import Program
-from twinphase.backends.cpu.threads import Command, ThreadPool, aligned, libc_address
+from twinphase.backends.cpu.threads import Command, ThreadPool, libc_address
 
 # scan: what reads or writes the states of recurrent layers, short convolutions included; other:
 # norms, rotation and KV write, gates, routing, quantizing, embedding

@@ -9,7 +9,7 @@ import numpy as np
 from twinphase.backends.base import KVCacheSpec, StepInputs
 from twinphase.backends.cpu.attention_units import Limits
 from twinphase.backends.cpu.attention_work import AttentionWork, runs_of
-from twinphase.backends.cpu.threads import aligned
+from twinphase.backends.cpu.memory import aligned
 from twinphase.blueprint import Blueprint, KVShape
 
 

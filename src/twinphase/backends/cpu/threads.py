@@ -16,18 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.cpu import program_layout as at
+from twinphase.backends.cpu.memory import aligned
 
 ENTRY = ctypes.CFUNCTYPE(
     ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
 )
-
-
-def aligned(count: int, dtype: np.typing.DTypeLike, alignment: int = 64) -> NDArray[np.generic]:
-    """Zeros, [count] of `dtype`, at an aligned address."""
-    nbytes = count * np.dtype(dtype).itemsize
-    buffer = np.zeros(nbytes + alignment, np.uint8)
-    start = -buffer.ctypes.data % alignment
-    return buffer[start : start + nbytes].view(dtype)
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ class ThreadPool:
         """
         scratch_bytes = -(-scratch_bytes // 4096) * 4096
         self.threads = threads
-        self._scratch = aligned(threads * scratch_bytes, np.uint8, 4096)
+        self._scratch = aligned(threads * scratch_bytes, np.uint8)
         self._control = aligned(at.CTL_BYTES, np.uint8)
         self._set(at.CTL_SCRATCH_ADDRESS, self._scratch.ctypes.data)
         self._set(at.CTL_SCRATCH_BYTES_PER_THREAD, scratch_bytes)

@@ -148,9 +148,12 @@ class PanelLayout:
         return cls(small, shared, shared + 4 * STRIP_OUTPUTS * kinds * whole)
 
 
-def panel_min_rows(isa: Isa) -> int:
+def panel_min_rows(isa: Isa, fmt: PackedFormat) -> int:
     """Rows from which on unpacking weights in panels for register tiles pays off."""
-    return 24 if isa.registers == 32 else 5
+    if isa.registers == 16:
+        return 5
+    unpacks_in_two_operations = fmt.bits == 4 and fmt.parts == 1 and not fmt.values
+    return 24 if unpacks_in_two_operations else 12
 
 
 def panel_groups(isa: Isa, fmt: PackedFormat) -> int:

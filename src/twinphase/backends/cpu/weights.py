@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,7 @@ from twinphase.backends.cpu.formats import BY_OUTPUTS, FORMATS, GROUP_INPUTS, ST
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.threads import Command
 from twinphase.backends.cpu.tiling import DENSE_TILE_INPUTS
-from twinphase.errors import OutOfMemoryError, UnsupportedModelError
+from twinphase.errors import UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.quant import dequantize
 
@@ -26,45 +25,6 @@ DENSE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 def padded(count: int, multiple: int = STRIP_OUTPUTS) -> int:
     """`count` rounded up."""
     return -(-count // multiple) * multiple
-
-
-class Arena:
-    """One block of memory for weights or KV cache, on huge pages where the system has them.
-
-    Huge pages let decode stream memory without a page-table miss every 4 KB.
-    """
-
-    def __init__(self, nbytes: int, purpose: str) -> None:
-        """Reserve `nbytes`; pages are taken when they are first written.
-
-        Raises:
-            OutOfMemoryError: the system refuses; the message names the purpose.
-        """
-        page = 2 << 20
-        # Private, because Linux gives shared anonymous memory (Python's default) no huge pages.
-        private = (
-            {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-        )
-        try:
-            self._map = mmap.mmap(-1, padded(nbytes, page) + page, **private)
-        except (OSError, OverflowError, ValueError) as error:
-            raise OutOfMemoryError(
-                f"No memory for the {purpose}: {nbytes / 1e9:.1f} GB.",
-                "Lower --max-model-len, or use a smaller model.",
-            ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        whole = np.frombuffer(self._map, np.uint8)
-        start = -whole.ctypes.data % page
-        self._free: NDArray[np.uint8] = whole[start:]
-
-    def take(self, nbytes: int) -> NDArray[np.uint8]:
-        """The next `nbytes`, zeros, 64-byte aligned."""
-        taken = self._free[:nbytes]
-        self._free = self._free[padded(nbytes, 64) :]
-        if len(taken) < nbytes:
-            raise MemoryError("the weight arena is too small")
-        return taken
 
 
 @dataclass(frozen=True)

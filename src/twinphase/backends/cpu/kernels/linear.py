@@ -100,7 +100,7 @@ def _quantized_run(isa: Isa, format_name: str) -> Any:
     if isa.takes_panels(FORMATS[format_name]):
         some = strips_in_panels(isa, format_name)
     many = strips_in_matrix_tiles(isa, format_name) if isa.matrix_tiles else some
-    from_some = panel_min_rows(isa)
+    from_some = panel_min_rows(isa, FORMATS[format_name])
     from_many = MATRIX_MIN_ROWS
 
     @njit(inline="always")  # type: ignore[untyped-decorator]

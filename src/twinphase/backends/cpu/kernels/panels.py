@@ -373,7 +373,7 @@ def strips_in_panels(isa: Isa, format_name: str) -> Any:
     columns = STRIP_OUTPUTS // pieces
     vectors = columns // isa.lanes
     most = isa.linear_rows
-    least = min(rows // -(-rows // most) for rows in range(panel_min_rows(isa), 8 * most))
+    least = min(rows // -(-rows // most) for rows in range(panel_min_rows(isa, fmt), 8 * most))
 
     def unpack_codes(e: Emit, w, groups, to):
         unpack(e, fmt, w, groups, to)
