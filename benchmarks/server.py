@@ -61,6 +61,7 @@ def main() -> None:
         command.add_argument(
             "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the engine"
         )
+        command.add_argument("--isa", default="", help="of the engine; the best one by default")
         command.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
         for option, (default, what) in subject.OPTIONS.items():
             command.add_argument(f"--{option}", type=type(default), default=default, help=what)

@@ -45,10 +45,10 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 41_100,
-    "tests": 390_200,
+    "benchmarks": 41_900,
+    "tests": 390_500,
     "twinphase": 18_100,
-    "twinphase/backends": 126_000,
+    "twinphase/backends": 126_200,
     "twinphase/cache": 6_000,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 30_000,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_300,
 }
-MAX_TOKENS = {"src": 525_000, "tests": 390_200, "benchmarks": 41_100}
+MAX_TOKENS = {"src": 525_200, "tests": 390_500, "benchmarks": 41_900}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -29,6 +29,8 @@ def serving(args: argparse.Namespace, *flags: str, **options: Any) -> Iterator[R
     if args.threads:  # Encoders have neither threads nor sampling values.
         # The engine alone, whose answers are compared, draws from the whole distribution.
         flags += (f"--threads={args.threads}", '--override-generation-config={"top_p": 1}')
+    if args.isa:
+        flags += (f"--isa={args.isa}",)
     flags += tuple(f"--{name.replace('_', '-')}={value}" for name, value in options.items())
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"

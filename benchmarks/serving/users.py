@@ -5,9 +5,17 @@ has been answered when the first round begins, so a server that shares the prefi
 computes it once. One that keeps a prefix per slot computes it for each slot in the first round, and
 finds it in later ones. Every server gets the same texts, and the servers take turns.
 
-Start the peers beforehand, with the same file and as many threads. llama.cpp and ik_llama.cpp:
-`llama-server -m FILE.gguf -t 2 -fa on -np 64 -c 135168 --cache-reuse 64 --port 8081`. Without a
-peer only our own server is measured.
+Start the peers beforehand, with the same model and as many threads. A peer that spins while it is
+idle slows the others down: measure it alone. Without a peer only our own server is measured.
+
+    llama-server -m FILE.gguf -t 2 -fa on -np 64 -c 135168 --cache-reuse 64 --port 8081
+    OMP_NUM_THREADS=2 VLLM_CPU_KVCACHE_SPACE=4 PEERS_DIR/vllm/bin/python \\
+        -m vllm.entrypoints.openai.api_server --model PEERS_DIR/models/smollm2-bf16 --port 8082 \\
+        --max-model-len 4096 --max-num-seqs 64 --enable-prompt-tokens-details
+    PEERS_DIR/openvino/bin/python benchmarks/peers/openvino_server.py \\
+        PEERS_DIR/models/ov-int8 --port 8083
+
+The last one does not report what it finds cached.
 """
 
 from __future__ import annotations
