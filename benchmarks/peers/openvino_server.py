@@ -61,7 +61,8 @@ class Pipeline:
             with self._changed:
                 while not self._waiting and not running:
                     self._changed.wait()
-                arrived, self._waiting = self._waiting, []
+                arrived = self._waiting
+                self._waiting = []
             for prompt, config, done, made in arrived:
                 handle = self._pipeline.add_request(next(self._ids), prompt, config)
                 running.append((handle, done, made))

@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> tuple[Section, Any]:
     with serving(args, *flags) as server:
         server.headers = Tenant(server, "b").headers
         short = run_client(short_requests(server, args.questions))
-    embedder = argparse.Namespace(model=str(resolve_model(args.embedder)), threads=0)
+    embedder = argparse.Namespace(model=str(resolve_model(args.embedder)), threads=0, isa="")
     with serving(embedder, *flags) as server:
         server.headers = Tenant(server, "b").headers
         embedded = run_client(one_text(server, args.questions))
