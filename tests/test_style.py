@@ -46,16 +46,16 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 41_900,
-    "tests": 390_500,
+    "tests": 390_700,
     "twinphase": 18_100,
-    "twinphase/backends": 126_200,
+    "twinphase/backends": 126_300,
     "twinphase/cache": 6_000,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 30_000,
     "twinphase/commands": 17_800,
     "twinphase/engine": 40_500,
     "twinphase/estimate": 4_700,
-    "twinphase/explain": 10_800,
+    "twinphase/explain": 10_900,
     "twinphase/models": 23_200,
     "twinphase/phases": 12_200,
     "twinphase/sampling": 9_300,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_300,
 }
-MAX_TOKENS = {"src": 525_200, "tests": 390_500, "benchmarks": 41_900}
+MAX_TOKENS = {"src": 525_300, "tests": 390_700, "benchmarks": 41_900}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -7,6 +7,7 @@ from typer.main import get_command
 
 from made_up import KV_BYTES, PRICES
 from made_up import made_up_machine as make_machine
+from twinphase.backends.base import Units
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.batch import StepWork
@@ -65,6 +66,18 @@ def test_seats_are_named_with_what_more_of_them_would_cost():
     then = model.seconds(StepWork(16, 0, 16 * 100, 16, 16))
     assert f"{1e3 * then:.1f} ms" in lever.advice
     assert "all 8 seats" in found.sentences[1]
+
+
+@pytest.mark.parametrize(("linear", "named"), [("int8", True), ("bfloat16", False)])
+def test_a_path_that_is_faster_for_prompts_is_named_where_weights_can_take_it(linear, named):
+    machine = replace(
+        make_machine(),
+        prompt_isa="avx512-amx-bf16",
+        units=Units(linear, "int8", "bfloat16"),
+    )
+    found = explain(make_request(), lived(decode_steps=0), machine)
+    assert found.levers[0].flag == "prompt"
+    assert ("--isa avx512-amx-bf16" in found.levers[0].advice) is named
 
 
 def test_the_way_of_blocks_to_another_worker_is_told_and_slows_tokens():

@@ -15,6 +15,7 @@ class ReferenceDevice:
     threads = 1
     ceilings = ""
     best_isa: str | None = None
+    prompt_isa: str | None = None
 
     def units(self, weights: Set[tuple[str, int]]) -> Units:
         """Float32 for all weights."""

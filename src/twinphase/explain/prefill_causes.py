@@ -45,7 +45,14 @@ def prompt_length(evidence: Evidence, seconds: float) -> About:
     gain = (
         f" Half as many new tokens would save about {duration(saved)}." if saved is not None else ""
     )
-    return sentence, Lever("prompt", f"A shorter prompt takes less time to compute.{gain}", saved)
+    advice = f"A shorter prompt takes less time to compute.{gain}"
+    machine = evidence.machine
+    if machine and machine.prompt_isa and machine.units and machine.units.linear == "int8":
+        advice += (
+            f" --isa {machine.prompt_isa} computes long prompts faster on this processor, and a "
+            "lone answer more slowly."
+        )
+    return sentence, Lever("prompt", advice, saved)
 
 
 def queue(evidence: Evidence, seconds: float) -> About:

@@ -6,7 +6,7 @@ from collections.abc import Set
 
 from twinphase.backends.base import MeasuredRates, Units
 from twinphase.backends.cpu import ceilings, kv_layout
-from twinphase.backends.cpu.isa import choose_isa
+from twinphase.backends.cpu.isa import choose_isa, prompt_isa
 from twinphase.backends.cpu.weights import DENSE_BYTES
 from twinphase.config import available_cores
 
@@ -22,6 +22,7 @@ class CpuDevice:
         self.isa = self._isa.name
         self.ceilings = self.isa
         self.best_isa: str | None = choose_isa(None).name
+        self.prompt_isa = prompt_isa(self._isa)
 
     def units(self, weights: Set[tuple[str, int]]) -> Units:
         """Quantized weights are multiplied with int8 activations, keys with int8 queries.

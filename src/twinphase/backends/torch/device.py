@@ -124,6 +124,7 @@ class TorchDevice:
     name = "torch"
     isa = ""
     best_isa: str | None = None
+    prompt_isa: str | None = None
 
     def __init__(
         self, device: str | None = None, dtype: str = "auto", threads: int | None = None

@@ -231,6 +231,7 @@ class LoadedEngine:
         self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False
     ) -> Explanation:
         """Explain a request's time, and what to change; `names` shows other requests' ids."""
+        device = device_of(self.config)
         machine = Machine(
             self.config,
             self.engine.shape,
@@ -238,7 +239,8 @@ class LoadedEngine:
             measured_ceilings(self.config),
             self.units,
             cores=cores_of_each_engine() if self.config.backend == "cpu" else None,
-            best_isa=device_of(self.config).best_isa,
+            best_isa=device.best_isa,
+            prompt_isa=device.prompt_isa,
             block_multiple=self.backend.block_multiple,
             kv_token_bytes={
                 dtype: self.backend.kv_bytes_per_token(dtype)
