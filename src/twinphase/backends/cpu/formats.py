@@ -99,6 +99,11 @@ class PackedFormat:
         return 1 if self.nested or self.power_scales else 2
 
     @property
+    def has_plain_codes(self) -> bool:
+        """Whether codes are bytes, or take only a shift and a mask."""
+        return not self.values and not self.plane_lines
+
+    @property
     def low_lines(self) -> int:
         """Lines of 64 bytes with the low bits of a block's 8 quads of inputs."""
         return 8 if self.bits == 8 else 4

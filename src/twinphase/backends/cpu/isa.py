@@ -71,7 +71,7 @@ class Isa:
 
     def takes_panels(self, fmt: PackedFormat) -> bool:
         """Whether weights are unpacked in panels for many rows, where that was seen to pay off."""
-        return self.lanes == 8 or (self.lanes == 16 and fmt.nested)
+        return self.lanes == 8 or (self.lanes == 16 and (fmt.nested or not fmt.has_plain_codes))
 
     def takes_words(self, fmt: PackedFormat) -> bool:
         """Whether panels have 16-bit codes, where the dot product of bytes does not hold 8 bits."""

@@ -152,8 +152,7 @@ def panel_min_rows(isa: Isa, fmt: PackedFormat) -> int:
     """Rows from which on unpacking weights in panels for register tiles pays off."""
     if isa.registers == 16:
         return 5
-    unpacks_in_two_operations = fmt.bits == 4 and fmt.parts == 1 and not fmt.values
-    return 24 if unpacks_in_two_operations else 12
+    return 24 if fmt.has_plain_codes and fmt.parts == 1 else 12
 
 
 def panel_groups(isa: Isa, fmt: PackedFormat) -> int:
