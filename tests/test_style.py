@@ -45,7 +45,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 41_900,
+    "benchmarks": 42_000,
     "tests": 390_700,
     "twinphase": 18_100,
     "twinphase/backends": 126_300,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_300,
 }
-MAX_TOKENS = {"src": 525_300, "tests": 390_700, "benchmarks": 41_900}
+MAX_TOKENS = {"src": 525_300, "tests": 390_700, "benchmarks": 42_000}
 
 SKIPPED = {
     tokenize.COMMENT,

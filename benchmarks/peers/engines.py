@@ -91,8 +91,20 @@ ENGINES: tuple[EngineSpec, ...] = (
         "ort-int4", "ort", "ort_adapter.py", "ort-int4", {"weights": "int4 (output layer too)"}
     ),
 )
-# Those compiled for AVX2 only are asked for by name, beside `twinphase-avx2`.
-AVX2_ENGINES = (
+# Those that use less than the processor has are asked for by name: those compiled for AVX2 beside
+# `twinphase-avx2`, and on a processor with AMX those that stand for one with AVX-512 VNNI alone.
+LIMITED_ENGINES = (
+    _twinphase("twinphase-q4_0-vnni", "Q4_0", isa="avx512-vnni"),
+    *(
+        EngineSpec(
+            f"openvino-{weights}-vnni",
+            "openvino",
+            "openvino_adapter.py",
+            f"ov-{weights}",
+            {"weights": weights, "max_isa": "AVX512_CORE_VNNI"},
+        )
+        for weights in ("int4", "int8")
+    ),
     dataclasses.replace(_llamacpp("Q4_0", True), name="llamacpp-avx2", venv="llamacpp-avx2"),
     _ik("ik-avx2", "Q4_0", "ik-avx2"),
 )
@@ -115,14 +127,14 @@ def select(names: list[str]) -> list[EngineSpec]:
     chosen: dict[str, EngineSpec] = {}
     for name in names:
         short, _, url = name.partition("=")
-        found = [spec for spec in (*ENGINES, *AVX2_ENGINES) if spec.name == name]
+        found = [spec for spec in (*ENGINES, *LIMITED_ENGINES) if spec.name == name]
         found = found or [spec for spec in ENGINES if spec.name.split("-")[0] == name]
         found = found or [spec for spec in ENGINES if name == "peers" and spec.is_peer]
         found = found or ([EngineSpec(short, OWN_VENV, TARGET, url)] if "://" in url else [])
         if not found:
             raise ValueError(
                 f"no engine {name!r}; there are: "
-                f"{', '.join(spec.name for spec in (*ENGINES, *AVX2_ENGINES))}"
+                f"{', '.join(spec.name for spec in (*ENGINES, *LIMITED_ENGINES))}"
             )
         chosen |= {spec.name: spec for spec in found}
     return list(chosen.values())

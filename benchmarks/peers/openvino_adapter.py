@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import time
 
@@ -47,6 +48,12 @@ class OpenVino:
         # The hint runs one inference at a time on all threads; the one for throughput halved the
         # rate of the batch.
         properties = {"INFERENCE_NUM_THREADS": request.threads, "PERFORMANCE_HINT": "LATENCY"}
+        arithmetic = "default hints (bf16 math where the CPU has it, u8 KV)"
+        if max_isa := request.options.get("max_isa"):
+            os.environ["ONEDNN_MAX_CPU_ISA"] = max_isa
+            # It would choose bfloat16 by what the processor has, and then refuse it.
+            properties["INFERENCE_PRECISION_HINT"] = "f32"
+            arithmetic = f"at most {max_isa}, f32 math, u8 KV"
         # The pipeline's own latency-oriented default: a prompt is never cut into chunks.
         scheduler = self._scheduler(sys.maxsize)
         self._alone = genai.LLMPipeline(
@@ -58,10 +65,7 @@ class OpenVino:
             self._many = genai.ContinuousBatchingPipeline(
                 request.model, scheduler, "CPU", properties
             )
-        precision = (
-            f"{request.options['weights']} weights, default hints (bf16 math where the "
-            "CPU has it, u8 KV)"
-        )
+        precision = f"{request.options['weights']} weights, {arithmetic}"
         self.conditions = {"version": version("openvino-genai"), "precision": precision}
 
     def _scheduler(self, tokens: int) -> genai.SchedulerConfig:
