@@ -73,7 +73,7 @@ def main() -> None:
     args.model = args.model if args.model == "tiny" else str(resolve_model(args.model))
     with Bystanders() as others:
         section, values = SUBJECTS[args.subject].run(args)
-    where = conditions(model=Path(args.model), threads=args.threads)
+    where = conditions(model=Path(args.model), threads=args.threads, isa=args.isa)
     data = {args.subject: values, "options": {key: str(value) for key, value in vars(args).items()}}
     report = Report("server", section.title, (), where, (others.noise(),), (section,), data=data)
     print(markdown(report))

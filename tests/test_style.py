@@ -45,15 +45,15 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 42_000,
-    "tests": 390_700,
+    "benchmarks": 42_100,
+    "tests": 390_800,
     "twinphase": 18_100,
     "twinphase/backends": 126_300,
     "twinphase/cache": 6_000,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 30_000,
     "twinphase/commands": 17_800,
-    "twinphase/engine": 40_500,
+    "twinphase/engine": 40_600,
     "twinphase/estimate": 4_700,
     "twinphase/explain": 10_900,
     "twinphase/models": 23_200,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_300,
 }
-MAX_TOKENS = {"src": 525_300, "tests": 390_700, "benchmarks": 42_000}
+MAX_TOKENS = {"src": 525_400, "tests": 390_800, "benchmarks": 42_100}
 
 SKIPPED = {
     tokenize.COMMENT,

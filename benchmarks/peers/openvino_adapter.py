@@ -51,7 +51,7 @@ class OpenVino:
         arithmetic = "default hints (bf16 math where the CPU has it, u8 KV)"
         if max_isa := request.options.get("max_isa"):
             os.environ["ONEDNN_MAX_CPU_ISA"] = max_isa
-            # It would choose bfloat16 by what the processor has, and then refuse it.
+            # OpenVINO picks bfloat16 by the processor's features, and oneDNN then rejects it.
             properties["INFERENCE_PRECISION_HINT"] = "f32"
             arithmetic = f"at most {max_isa}, f32 math, u8 KV"
         # The pipeline's own latency-oriented default: a prompt is never cut into chunks.

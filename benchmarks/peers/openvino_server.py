@@ -1,4 +1,4 @@
-"""OpenVINO GenAI behind `/v1/completions`, for `server.py users`; its own server is no package.
+"""OpenVINO GenAI behind `/v1/completions`, for `server.py users`.
 
 PEERS_DIR/openvino/bin/python benchmarks/peers/openvino_server.py MODEL_FOLDER --port 8083
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import threading
+import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -36,7 +38,7 @@ class Pipeline:
         self._ids = itertools.count(1)
         self._waiting: list[tuple[Any, ...]] = []
         self._changed = threading.Condition()
-        threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=self._run_or_exit, daemon=True).start()
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """The reply to a request, once it is finished."""
@@ -55,6 +57,14 @@ class Pipeline:
         choice = {"index": 0, "text": self._tokenizer.decode(made), "finish_reason": "length"}
         return {"object": "text_completion", "choices": [choice], "usage": usage}
 
+    def _run_or_exit(self) -> None:
+        """A server that cannot go on ends, so that clients do not wait for it."""
+        try:
+            self._run()
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+
     def _run(self) -> None:
         running: list[tuple[Any, threading.Event, list[Any]]] = []
         while True:
@@ -67,9 +77,11 @@ class Pipeline:
                 handle = self._pipeline.add_request(next(self._ids), prompt, config)
                 running.append((handle, done, made))
             self._pipeline.step()
-            finished = genai.GenerationStatus.FINISHED
             for handle, done, made in running:
-                if handle.get_status() == finished:
+                status = handle.get_status()
+                if status not in (genai.GenerationStatus.RUNNING, genai.GenerationStatus.FINISHED):
+                    raise RuntimeError(f"OpenVINO gave a request up: {status}")
+                if status == genai.GenerationStatus.FINISHED:
                     made.extend(handle.read_all()[0].generated_ids)
                     done.set()
             running = [one for one in running if not one[1].is_set()]

@@ -332,7 +332,13 @@ def run(args: argparse.Namespace) -> tuple[Section, Any]:
     """The answers of one engine alone first, then the load."""
     args.threads = 1
     samples = make_samples() + make_other_samples()
-    llm = LLM(args.model, threads=1, max_num_seqs=1, enable_prefix_caching=False)
+    llm = LLM(
+        args.model,
+        threads=1,
+        isa=args.isa or None,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+    )
     answer_alone(samples, llm)
     del llm
     gc.collect()

@@ -37,11 +37,11 @@ OPTIONS = {
 WARM_SECONDS = 20.0
 
 
-def make_samples(model: str) -> list[Sample]:
+def make_samples(model: str, isa: str) -> list[Sample]:
     """Requests, and what one engine alone answers."""
     rng = random.Random(0)
     prefixes = [[rng.randrange(10, 300) for _ in range(500)] for _ in range(3)]
-    llm = LLM(model, threads=1, max_num_seqs=1, enable_prefix_caching=False)
+    llm = LLM(model, threads=1, isa=isa or None, max_num_seqs=1, enable_prefix_caching=False)
     samples = []
     for number in range(60):
         prompt = rng.choice(prefixes)[: rng.choice([16, 200, 500])] + [
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> tuple[Section, Any]:
     if args.model == "tiny":
         args.out.mkdir(parents=True, exist_ok=True)
         args.model = str(write_tiny_gguf(args.out / "tiny.gguf", vocab=320, context=2048))
-    samples = make_samples(args.model)
+    samples = make_samples(args.model, args.isa)
     args.threads = 1
     options = {"prefill_workers": 1, "decode_workers": 2, "num_kv_blocks": args.blocks}
     with serving(args, **options) as server:

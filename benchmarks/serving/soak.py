@@ -211,7 +211,13 @@ def tenant_keys(args: argparse.Namespace) -> list[str]:
 def run(args: argparse.Namespace) -> tuple[Section, Any]:
     """The engine's own answers first, then the load."""
     samples = make_samples() + make_other_samples()
-    llm = LLM(args.model, threads=args.threads, max_num_seqs=1, enable_prefix_caching=False)
+    llm = LLM(
+        args.model,
+        threads=args.threads,
+        isa=args.isa or None,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+    )
     answer_alone(samples, llm)
     del llm
     gc.collect()

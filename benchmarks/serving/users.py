@@ -55,7 +55,7 @@ class Round:
     seconds: float
     new_tokens: int
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None  # None where the server does not report it.
 
     @property
     def rate(self) -> float:
@@ -75,18 +75,19 @@ async def complete(url: str, prompt: str, output: int) -> tuple[float, float, di
     usage = answer["usage"]
     details = usage.get("prompt_tokens_details") or {}
     # llama.cpp's own field, which older versions have instead of OpenAI's.
-    usage["cached"] = details.get("cached_tokens") or answer.get("timings", {}).get("cache_n", 0)
+    usage["cached"] = details.get("cached_tokens") or answer.get("timings", {}).get("cache_n")
     return reply.sent, reply.ended, usage
 
 
 async def together(url: str, prompts: Sequence[str], output: int) -> Round:
     replies = await asyncio.gather(*(complete(url, prompt, output) for prompt in prompts))
     usages = [usage for _, _, usage in replies]
+    cached = [usage["cached"] for usage in usages]
     return Round(
         max(ended for _, ended, _ in replies) - min(sent for sent, _, _ in replies),
         sum(usage["completion_tokens"] for usage in usages),
         sum(usage["prompt_tokens"] for usage in usages),
-        sum(usage["cached"] for usage in usages),
+        None if None in cached else sum(cached),
     )
 
 
@@ -142,12 +143,14 @@ def row(
 ) -> tuple[str, ...]:
     first, *later = rates[name]
     ours = rates["twinphase"]
-    cached = [one.cached_tokens / one.prompt_tokens for one in rounds]
+    cached = [
+        one.cached_tokens / one.prompt_tokens for one in rounds if one.cached_tokens is not None
+    ]
     return (
         name,
         f"{first:.1f}",
         f"{median(later):.1f} ({min(later):.1f} to {max(later):.1f})",
         f"{ours[0] / first:.2f} and {median(ours[1:]) / median(later):.2f}",
         f"{rounds[0].prompt_tokens / users:.0f}",
-        f"{cached[0]:.0%} and {median(cached[1:]):.0%}",
+        f"{cached[0]:.0%} and {median(cached[1:]):.0%}" if len(cached) > 1 else "unknown",
     )

@@ -7,7 +7,6 @@ from typer.main import get_command
 
 from made_up import KV_BYTES, PRICES
 from made_up import made_up_machine as make_machine
-from twinphase.backends.base import Units
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.batch import StepWork
@@ -68,14 +67,10 @@ def test_seats_are_named_with_what_more_of_them_would_cost():
     assert "all 8 seats" in found.sentences[1]
 
 
-@pytest.mark.parametrize(("linear", "named"), [("int8", True), ("bfloat16", False)])
-def test_a_path_that_is_faster_for_prompts_is_named_where_weights_can_take_it(linear, named):
-    machine = replace(
-        make_machine(),
-        prompt_isa="avx512-amx-bf16",
-        units=Units(linear, "int8", "bfloat16"),
-    )
-    found = explain(make_request(), lived(decode_steps=0), machine)
+@pytest.mark.parametrize(("tokens", "named"), [(1000, True), (20, False)])
+def test_a_path_that_computes_long_prompts_faster_is_named_for_those(tokens, named):
+    machine = replace(make_machine(), prompt_isa="avx512-amx-bf16")
+    found = explain(make_request(num_prompt_tokens=tokens), lived(decode_steps=0), machine)
     assert found.levers[0].flag == "prompt"
     assert ("--isa avx512-amx-bf16" in found.levers[0].advice) is named
 

@@ -69,8 +69,8 @@ class Device(Protocol):
         threads: compute threads.
         isa: instruction-set path that runs; "" where there is no choice of any.
         best_isa: the one that would run if none were forced; None where there is no choice.
-        prompt_isa: the one that, on weights multiplied in int8, is faster than this one for long
-            prompts and many requests, and slower for a lone answer; None where there is none.
+        prompt_isa: one that computes long prompts faster, and lone answers more slowly, on weights
+            that it multiplies in bfloat16 (`units`); None where there is none.
         ceilings: what its ceilings are kept as; "" where they cannot be measured, and MFU and MBU
             are unknown.
     """

@@ -46,7 +46,7 @@ class Machine:
     units: Units | None = None
     cores: int | None = None  # Number of processors that the backend may use.
     best_isa: str | None = None  # The path that would be chosen if none were forced.
-    # The path that is faster for long prompts and slower for a lone answer, with weights in int8.
+    # A path that computes this model's long prompts faster, and lone answers more slowly.
     prompt_isa: str | None = None
     block_multiple: int = 1  # The backend's block sizes are multiples of this.
     kv_token_bytes: Mapping[str, int] = field(default_factory=dict)

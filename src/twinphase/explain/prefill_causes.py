@@ -8,6 +8,7 @@ from twinphase.outcome import MissReason
 from twinphase.phases.hardware import BOUND_WORDS
 from twinphase.phases.timeline import IntervalKind
 
+LONG_PROMPT_TOKENS = 256
 # Parts of a prompt that are new in each request.
 NEW_CONTENT = {"question", "tool_result"}
 MISS_SENTENCES = {
@@ -47,7 +48,7 @@ def prompt_length(evidence: Evidence, seconds: float) -> About:
     )
     advice = f"A shorter prompt takes less time to compute.{gain}"
     machine = evidence.machine
-    if machine and machine.prompt_isa and machine.units and machine.units.linear == "int8":
+    if machine and machine.prompt_isa and evidence.num_computed >= LONG_PROMPT_TOKENS:
         advice += (
             f" --isa {machine.prompt_isa} computes long prompts faster on this processor, and a "
             "lone answer more slowly."

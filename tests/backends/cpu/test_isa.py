@@ -14,7 +14,14 @@ from twinphase.backends.cpu import isa as isa_module
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.cpu.emit import I8, I32, I64, Emit, Value, vector
 from twinphase.backends.cpu.formats import FORMATS
-from twinphase.backends.cpu.isa import ISAS, Isa, available_isas, baseline_cpu, choose_isa
+from twinphase.backends.cpu.isa import (
+    ISAS,
+    Isa,
+    available_isas,
+    baseline_cpu,
+    choose_isa,
+    prompt_isa,
+)
 from twinphase.errors import InvalidRequestError
 
 AVX2 = {"avx2", "fma", "f16c"}
@@ -157,6 +164,14 @@ def test_matrix_tiles_are_the_instructions():
 def test_the_generic_path_compiles_for_any_processor(triple, cpu):
     text = _assembly(ISAS["generic"], triple, cpu, "", Emit.dot)
     assert "dot" in text and not any(word in text for word in ("vpdp", "sdot", "callq"))
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("avx512-amx", "avx512-amx-bf16"), ("avx512-amx-bf16", None), ("avx512-vnni", None)],
+)
+def test_the_path_for_prompts(name, found):
+    assert prompt_isa(ISAS[name]) == found
 
 
 def test_paths_are_told_apart_by_name():

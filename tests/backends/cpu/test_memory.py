@@ -1,13 +1,14 @@
 """Arrays of kernels: aligned, zero, apart from each other, and given back."""
 
 import gc
+import mmap
 import weakref
 
 import numpy as np
 import pytest
 
 from twinphase.backends.cpu import memory
-from twinphase.backends.cpu.memory import ROOM_BYTES, SMALL_BYTES, aligned
+from twinphase.backends.cpu.memory import ROOM_BYTES, SMALL_BYTES, Arena, aligned
 from twinphase.errors import OutOfMemoryError
 
 
@@ -40,6 +41,24 @@ def test_an_arena_goes_with_the_last_of_its_arrays(monkeypatch):
     del second
     gc.collect()
     assert pages() is None
+
+
+def test_a_large_array_has_an_arena_of_its_own(monkeypatch):
+    room = memory._Room()
+    monkeypatch.setattr(memory, "_room", room)
+    aligned(SMALL_BYTES, np.uint8)
+    shared = room._arena
+    aligned(ROOM_BYTES, np.uint8)
+    assert room._arena is shared
+
+
+def test_a_system_without_huge_pages_has_memory_all_the_same(monkeypatch):
+    class Refusing(mmap.mmap):
+        def madvise(self, *args):
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(memory.mmap, "mmap", Refusing)
+    assert not Arena(100, "weights").take(100).any()
 
 
 def test_what_the_system_refuses_is_said():

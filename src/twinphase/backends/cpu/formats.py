@@ -100,7 +100,7 @@ class PackedFormat:
 
     @property
     def has_plain_codes(self) -> bool:
-        """Whether codes are bytes, or take only a shift and a mask."""
+        """Whether unpacking a code takes at most a shift and a mask."""
         return not self.values and not self.plane_lines
 
     @property

@@ -55,10 +55,11 @@ class Isa:
     @property
     def llvm_options(self) -> tuple[str, ...]:
         """Options of LLVM's code generator."""
-        # LLVM loads all weights of a group before it multiplies the first, which spills the totals.
+        # LLVM's scheduler loads all weights of a group before it multiplies the first, which spills
+        # the totals.
         if self.lanes == 16:
             return ("-enable-misched=false",)
-        # It also regroups operations for more parallelism than 16 registers hold.
+        # The combiner regroups operations for more parallelism than 16 registers hold.
         if self.lanes == 8:
             return "-enable-misched=false", "-x86-machine-combiner=false"
         return ()

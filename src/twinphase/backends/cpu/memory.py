@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from twinphase.errors import OutOfMemoryError
 
 ROOM_BYTES = 32 << 20
-# Smaller arrays share pages with Python's objects.
+# Smaller arrays are not worth a huge page.
 SMALL_BYTES = 4096
 
 
@@ -40,7 +41,8 @@ class Arena:
                 "Lower --max-model-len, or use a smaller model.",
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # A Linux kernel may be built without them.
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(self._map, np.uint8)
         start = -whole.ctypes.data % page
         self._free: NDArray[np.uint8] = whole[start:]
@@ -71,9 +73,11 @@ class _Room:
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
         """That number of bytes, zeros, 64-byte aligned."""
+        if nbytes >= ROOM_BYTES:
+            return Arena(nbytes, "activations").take(nbytes)
         with self._lock:
             if self._arena is None or self._arena.free_bytes < nbytes:
-                self._arena = Arena(max(ROOM_BYTES, nbytes), "activations")
+                self._arena = Arena(ROOM_BYTES, "activations")
             return self._arena.take(nbytes)
 
 

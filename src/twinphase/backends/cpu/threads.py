@@ -56,7 +56,7 @@ class ThreadPool:
             idle_spins: polls of a thread that waits for the next step, before it sleeps; waking it
                 costs more than the scheduler and the sampler take between two steps.
         """
-        scratch_bytes = -(-scratch_bytes // 4096) * 4096
+        scratch_bytes = -(-scratch_bytes // 64) * 64
         self.threads = threads
         self._scratch = aligned(threads * scratch_bytes, np.uint8)
         self._control = aligned(at.CTL_BYTES, np.uint8)

@@ -152,6 +152,7 @@ def panel_min_rows(isa: Isa, fmt: PackedFormat) -> int:
     """Rows from which on unpacking weights in panels for register tiles pays off."""
     if isa.registers == 16:
         return 5
+    # Scales of 16 inputs take as much to unpack as codes that are more than a nibble.
     return 24 if fmt.has_plain_codes and fmt.parts == 1 else 12
 
 

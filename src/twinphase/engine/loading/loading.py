@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from twinphase.backends.base import Backend, KVCacheSpec, Units
+from twinphase.backends.base import Backend, Device, KVCacheSpec, Units
 from twinphase.backends.device import require_torch
 from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig, cores_of_each_engine
@@ -227,6 +227,13 @@ class LoadedEngine:
             config.block_size,
         )
 
+    def _prompt_isa(self, device: Device) -> str | None:
+        """`Device.prompt_isa`, if it would multiply this model's weights otherwise."""
+        if device.prompt_isa is None:
+            return None
+        there = compute_units(self.checkpoint, replace(self.config, isa=device.prompt_isa))
+        return device.prompt_isa if there.linear != self.units.linear else None
+
     def explain(
         self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False
     ) -> Explanation:
@@ -240,7 +247,7 @@ class LoadedEngine:
             self.units,
             cores=cores_of_each_engine() if self.config.backend == "cpu" else None,
             best_isa=device.best_isa,
-            prompt_isa=device.prompt_isa,
+            prompt_isa=self._prompt_isa(device),
             block_multiple=self.backend.block_multiple,
             kv_token_bytes={
                 dtype: self.backend.kv_bytes_per_token(dtype)
