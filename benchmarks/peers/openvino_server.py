@@ -18,8 +18,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import openvino_genai as genai
+from openvino_adapter import MANY_REQUESTS_TOKENS
 
-STEP_TOKENS = 512  # as in openvino_adapter.py
 CACHE_GIGABYTES = 4
 
 
@@ -29,7 +29,7 @@ class Pipeline:
     def __init__(self, model: str, threads: int, max_seqs: int) -> None:
         scheduler = genai.SchedulerConfig()
         scheduler.enable_prefix_caching = True
-        scheduler.max_num_batched_tokens = STEP_TOKENS
+        scheduler.max_num_batched_tokens = MANY_REQUESTS_TOKENS
         scheduler.max_num_seqs = max_seqs
         scheduler.cache_size = CACHE_GIGABYTES
         properties = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}

@@ -8,7 +8,8 @@ from twinphase.outcome import MissReason
 from twinphase.phases.hardware import BOUND_WORDS
 from twinphase.phases.timeline import IntervalKind
 
-LONG_PROMPT_TOKENS = 256
+# From this number of computed tokens on, a path that is faster for prompts is worth naming.
+ISA_ADVICE_TOKENS = 256
 # Parts of a prompt that are new in each request.
 NEW_CONTENT = {"question", "tool_result"}
 MISS_SENTENCES = {
@@ -48,7 +49,7 @@ def prompt_length(evidence: Evidence, seconds: float) -> About:
     )
     advice = f"A shorter prompt takes less time to compute.{gain}"
     machine = evidence.machine
-    if machine and machine.prompt_isa and evidence.num_computed >= LONG_PROMPT_TOKENS:
+    if machine and machine.prompt_isa and evidence.num_computed >= ISA_ADVICE_TOKENS:
         advice += (
             f" --isa {machine.prompt_isa} computes long prompts faster on this processor, and a "
             "lone answer more slowly."

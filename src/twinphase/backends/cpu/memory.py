@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from twinphase.errors import OutOfMemoryError
 
+# An arena that arrays of less share; larger ones have an arena each.
 ROOM_BYTES = 32 << 20
 # Smaller arrays are not worth a huge page.
 SMALL_BYTES = 4096

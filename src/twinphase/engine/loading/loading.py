@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from twinphase.backends.base import Backend, Device, KVCacheSpec, Units
+from twinphase.backends.base import Backend, KVCacheSpec, Units
 from twinphase.backends.device import require_torch
 from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig, cores_of_each_engine
@@ -177,6 +177,15 @@ class LoadedEngine:
         return compute_units(self.checkpoint, self.config)
 
     @cached_property
+    def _prompt_isa(self) -> str | None:
+        """`Device.prompt_isa`, if it would multiply this model's weights otherwise."""
+        name = device_of(self.config).prompt_isa
+        if name is None:
+            return None
+        there = compute_units(self.checkpoint, replace(self.config, isa=name))
+        return name if there.linear != self.units.linear else None
+
+    @cached_property
     def _final_ceilings(self) -> Ceilings | None:
         known = measured_ceilings(self.config)
         return None if known is None or known.provisional else known
@@ -227,18 +236,10 @@ class LoadedEngine:
             config.block_size,
         )
 
-    def _prompt_isa(self, device: Device) -> str | None:
-        """`Device.prompt_isa`, if it would multiply this model's weights otherwise."""
-        if device.prompt_isa is None:
-            return None
-        there = compute_units(self.checkpoint, replace(self.config, isa=device.prompt_isa))
-        return device.prompt_isa if there.linear != self.units.linear else None
-
     def explain(
         self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False
     ) -> Explanation:
         """Explain a request's time, and what to change; `names` shows other requests' ids."""
-        device = device_of(self.config)
         machine = Machine(
             self.config,
             self.engine.shape,
@@ -246,8 +247,8 @@ class LoadedEngine:
             measured_ceilings(self.config),
             self.units,
             cores=cores_of_each_engine() if self.config.backend == "cpu" else None,
-            best_isa=device.best_isa,
-            prompt_isa=self._prompt_isa(device),
+            best_isa=device_of(self.config).best_isa,
+            prompt_isa=self._prompt_isa,
             block_multiple=self.backend.block_multiple,
             kv_token_bytes={
                 dtype: self.backend.kv_bytes_per_token(dtype)
